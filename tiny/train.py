@@ -1,0 +1,151 @@
+"""The shipped weights from nothing, in resumable stages.
+
+    vae      the video autoencoder                                          -> OUTPUT/vae
+    teacher  denoiser and text encoder at 128 x 128 x 17, 320 tokens        -> OUTPUT/teacher
+    grid     the same weights at 192 x 192 x 17, 720 tokens                 -> OUTPUT/grid
+    export   the pipeline in diffusers layout, bf16, with its defaults      -> OUTPUT/checkpoint
+
+Each stage picks up its newest complete checkpoint, so the same command continues an interrupted run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from diffusers import AutoencoderKLWan, WanPipeline
+
+from .components import FPS, NUM_FRAMES, build_scheduler, build_text_encoder, build_tokenizer, build_transformer
+from .pictures import loss_curve, reconstruction_sheet, sample_sheet
+from .train_teacher import GridStage, encode_dataset, train_grid
+from .train_vae import train_vae
+
+Stage = Literal["all", "vae", "teacher", "grid", "export"]
+
+VAE_STEPS = 1300
+TEACHER = GridStage(
+    "teacher", size=128, num_clips=8192, num_steps=3000, batch_size=24, muon_lr=2e-3, adamw_lr=1.5e-3, shift=3.0
+)
+GRID = GridStage(
+    "grid", size=192, num_clips=3072, num_steps=700, batch_size=16, muon_lr=7e-4, adamw_lr=5e-4, shift=4.0
+)
+QUICK_VAE_STEPS = 40
+QUICK = {
+    "teacher": GridStage("teacher", 64, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
+    "grid": GridStage("grid", 96, 8, 10, 2, 7e-4, 5e-4, 4.0),
+}
+
+
+def train(output: Path, stage: Stage = "all", *, quick: bool = False, compile_kernels: bool = True) -> Path:
+    """Run one stage, or all of them in order, and return the folder of what it made.
+
+    Args:
+        output: folder of the run; holds logs, checkpoints, pictures and, at the end, `checkpoint/`.
+        stage: which stage; a stage needs the ones before it.
+        quick: a rehearsal of every step at a size that says nothing about quality (a minute or two).
+        compile_kernels: use torch.compile, which needs a C++ compiler and about halves the time.
+
+    Raises:
+        ValueError: unknown stage.
+        FileNotFoundError: an earlier stage has not been run.
+    """
+    if stage not in get_args(Stage):
+        raise ValueError(f"stage: got {stage!r}; must be one of {get_args(Stage)}")
+    order = ("vae", "teacher", "grid", "export") if stage == "all" else (stage,)
+    result = output
+    for name in order:
+        result = _STAGES[name](output, quick, compile_kernels)
+    return result
+
+
+def _train_vae(output: Path, quick: bool, compile_kernels: bool) -> Path:
+    steps = QUICK_VAE_STEPS if quick else VAE_STEPS
+    vae = train_vae(output, num_steps=steps, compile_kernels=compile_kernels)
+    folder = output / "vae"
+    vae.save_pretrained(folder / "model")
+    loss_curve(folder / "log.jsonl", folder / "psnr.png", key="psnr_db")
+    reconstruction_sheet(vae, folder / "reconstruction.png", size=64 if quick else 128)
+    return folder
+
+
+def _load_vae(output: Path) -> AutoencoderKLWan:
+    folder = output / "vae" / "model"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: the vae stage has not been run")
+    return AutoencoderKLWan.from_pretrained(folder).eval()
+
+
+def _load_denoiser(output: Path, stage: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    folder = output / stage / "model"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: the {stage} stage has not been run")
+    transformer, text_encoder = build_transformer(), build_text_encoder()
+    return type(transformer).from_pretrained(folder / "transformer"), type(text_encoder).from_pretrained(
+        folder / "text_encoder"
+    )
+
+
+def _train_denoiser(output: Path, stage: GridStage, start_from: str | None, compile_kernels: bool) -> Path:
+    vae = _load_vae(output)
+    start = None if start_from is None else _load_denoiser(output, start_from)
+    latents = encode_dataset(
+        vae, output / f"latents_{stage.size}.safetensors", size=stage.size, num_clips=stage.num_clips
+    )
+    transformer, text_encoder = train_grid(output, stage, latents, start, compile_blocks=compile_kernels)
+    folder = output / stage.name
+    transformer.save_pretrained(folder / "model" / "transformer")
+    text_encoder.save_pretrained(folder / "model" / "text_encoder")
+    loss_curve(folder / "log.jsonl", folder / "loss.png", key="loss")
+    pipe = _assemble(vae, transformer, text_encoder)
+    sample_sheet(pipe, folder / "samples.png", size=stage.size, num_inference_steps=4 if stage.num_clips < 64 else 16)
+    return folder
+
+
+def _train_teacher(output: Path, quick: bool, compile_kernels: bool) -> Path:
+    return _train_denoiser(output, QUICK["teacher"] if quick else TEACHER, None, compile_kernels)
+
+
+def _train_larger_grid(output: Path, quick: bool, compile_kernels: bool) -> Path:
+    return _train_denoiser(output, QUICK["grid"] if quick else GRID, "teacher", compile_kernels)
+
+
+def _assemble(vae: AutoencoderKLWan, transformer: torch.nn.Module, text_encoder: torch.nn.Module) -> WanPipeline:
+    pipe = WanPipeline(
+        tokenizer=build_tokenizer(),
+        text_encoder=text_encoder,
+        vae=vae,
+        transformer=transformer,
+        scheduler=build_scheduler(),
+        expand_timesteps=True,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _export(output: Path, quick: bool, compile_kernels: bool) -> Path:
+    return export(output, "grid", size=(QUICK["grid"] if quick else GRID).size)
+
+
+def export(output: Path, stage: str, *, size: int) -> Path:
+    """Write the pipeline of a finished stage to `output/checkpoint`, bf16, with `videospark_defaults.json`."""
+    pipe = _assemble(_load_vae(output), *_load_denoiser(output, stage))
+    for part in (pipe.transformer, pipe.text_encoder, pipe.vae):
+        part.to(torch.bfloat16)
+    folder = output / "checkpoint"
+    pipe.save_pretrained(folder, safe_serialization=True)
+    defaults = {
+        "height": size,
+        "width": size,
+        "num_frames": NUM_FRAMES,
+        "fps": FPS,
+        "num_inference_steps": 50,
+        "guidance_scale": 3.0,
+        "max_sequence_length": 32,
+    }
+    (folder / "videospark_defaults.json").write_text(json.dumps(defaults, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+_STAGES = {"vae": _train_vae, "teacher": _train_teacher, "grid": _train_larger_grid, "export": _export}
