@@ -1,7 +1,7 @@
 """Frozen dataclasses from and to plain data, TOML and JSON, with errors that name field, value and rule.
 
-A configuration is a frozen dataclass whose `__post_init__` calls `require` for each rule. Nothing is guessed: an unknown
-key, a wrong type or a value outside its range raises `ConfigError`.
+A configuration is a frozen dataclass whose `__post_init__` calls `require` for each rule. Nothing is guessed: an
+unknown key, a wrong type or a value outside its range raises `ConfigError`.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
 
 def to_dict(obj: Any) -> dict[str, Any]:
     """Plain, JSON-ready data of a dataclass; fields that are None are left out."""
-    return {
-        f.name: _plain(value) for f in dataclasses.fields(obj) if (value := getattr(obj, f.name)) is not None
-    }
+    return {f.name: _plain(value) for f in dataclasses.fields(obj) if (value := getattr(obj, f.name)) is not None}
 
 
 def load_file(cls: type[T], path: str | os.PathLike[str]) -> T:

@@ -209,9 +209,7 @@ def signed_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: float 
     raise ValueError(f"shape: got {shape!r}; must be one of {SHAPES}")
 
 
-def coverage(
-    shape: str, radius: float, positions: np.ndarray | torch.Tensor, height: int, width: int
-) -> torch.Tensor:
+def coverage(shape: str, radius: float, positions: np.ndarray | torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Share of each pixel that the shape covers (anti-aliased), float32 `[num_frames, height, width]`."""
     side = min(height, width)
     centers = torch.as_tensor(np.asarray(positions), dtype=torch.float32)

@@ -78,9 +78,7 @@ def encode_captions(
     The last slot is the zero vector that stands for all of a prompt's padding: a bias of log(number of pads) makes the
     softmax see it that many times. `slots` is the padded length that each sample pretends to have.
     """
-    batch = tokenizer(
-        captions, padding="max_length", max_length=TEXT_SLOTS, truncation=True, return_tensors="pt"
-    )
+    batch = tokenizer(captions, padding="max_length", max_length=TEXT_SLOTS, truncation=True, return_tensors="pt")
     mask = batch.attention_mask
     states = text_encoder(batch.input_ids, mask).last_hidden_state.float() * mask[..., None]
     states = torch.cat([states, torch.zeros_like(states[:, :1])], dim=1)
@@ -159,7 +157,7 @@ def train_grid(
     return transformer.eval(), text_encoder.eval()
 
 
-def _loss(stage, step, latents, tokenizer, text_encoder, transformer, denoise, table):  # noqa: ANN001, ANN202
+def _loss(stage, step, latents, tokenizer, text_encoder, transformer, denoise, table):
     """Flow-matching loss of one step; everything random in it is a function of the step alone."""
     rng = np.random.default_rng([stage.size, step])
     batch, frames = stage.batch_size, latents.shape[2]

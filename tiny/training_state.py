@@ -18,12 +18,12 @@ class MuonForKernels(torch.optim.Muon):
     """`torch.optim.Muon` for weights of any rank: a kernel `[out, in, ...]` is handled as the matrix `[out, -1]`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], **options: float) -> None:
-        self._kernels = [p for p in parameters]
+        self._kernels = list(parameters)
         self._matrices = [nn.Parameter(p.detach().flatten(1)) for p in self._kernels]  # views: one storage
         super().__init__(self._matrices, **options)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # noqa: D102 - torch's own contract
+    def step(self, closure: None = None) -> None:
         for kernel, matrix in zip(self._kernels, self._matrices, strict=True):
             if kernel.data_ptr() != matrix.data_ptr():
                 raise RuntimeError("a parameter was moved after the optimizer was made")

@@ -1,0 +1,138 @@
+"""Which key blocks each query block attends to.
+
+Queries and keys are averaged over each block in float32; the dot products of the averages rank the key blocks. Routing
+is a choice, so no gradient passes through it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """Kept key blocks.
+
+    Attributes:
+        indices: int64 [batch, heads, query_blocks, kept], each row ascending and without repeats.
+        block_size_q: tokens in a query block.
+        block_size_k: tokens in a key block.
+        query_length: number of query tokens; the last block holds what is left.
+        key_length: number of key tokens.
+    """
+
+    indices: torch.Tensor
+    block_size_q: int
+    block_size_k: int
+    query_length: int
+    key_length: int
+
+    @property
+    def num_key_blocks(self) -> int:
+        """Number of key blocks there are."""
+        return -(-self.key_length // self.block_size_k)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every block is kept."""
+        return self.indices.shape[-1] == self.num_key_blocks
+
+    def token_mask(self) -> torch.Tensor:
+        """Bool [batch, heads, query_length, key_length], true where a pair is computed. Large: for small inputs."""
+        kept = torch.zeros(
+            (*self.indices.shape[:-1], self.num_key_blocks), dtype=torch.bool, device=self.indices.device
+        )
+        kept.scatter_(-1, self.indices, True)
+        wide = kept.repeat_interleave(self.block_size_q, dim=2).repeat_interleave(self.block_size_k, dim=3)
+        return wide[:, :, : self.query_length, : self.key_length]
+
+    def kept_pairs(self) -> torch.Tensor:
+        """Pairs of query and key tokens that are computed, over batch and heads: int64 scalar on the map's device."""
+        device = self.indices.device
+        queries = block_lengths(self.query_length, self.block_size_q, device)
+        keys = block_lengths(self.key_length, self.block_size_k, device)
+        return (keys[self.indices].sum(dim=-1) * queries).sum()
+
+    def all_pairs(self) -> int:
+        """Pairs that dense attention computes."""
+        batch, heads = self.indices.shape[:2]
+        return batch * heads * self.query_length * self.key_length
+
+    def actual_sparsity(self) -> float:
+        """Share of the token pairs that is left out, counting the ragged last block at its true size."""
+        return 1.0 - int(self.kept_pairs()) / self.all_pairs()
+
+
+def num_kept_blocks(keep_ratio: float, num_blocks: int) -> int:
+    """Key blocks that a query block keeps: the floor of the share, at least one, at most all."""
+    # The guard keeps a share such as 0.29 of 100, which is stored as 28.999..., at 29.
+    return max(1, min(num_blocks, math.floor(keep_ratio * num_blocks + 1e-9)))
+
+
+def block_lengths(length: int, block_size: int, device: torch.device) -> torch.Tensor:
+    """Tokens in each block: int64 [blocks]; only the last can be short."""
+    starts = torch.arange(0, length, block_size, device=device)
+    return (length - starts).clamp(max=block_size)
+
+
+def pool_blocks(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Mean of the real tokens of each block, in float32 (float64 stays).
+
+    Args:
+        tokens: [batch, length, heads, head_dim].
+        block_size: tokens in a block.
+
+    Returns:
+        [batch, heads, blocks, head_dim].
+    """
+    length = tokens.shape[1]
+    wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+    padded = F.pad(wide, (0, 0, 0, 0, 0, -length % block_size))
+    sums = padded.unflatten(1, (-1, block_size)).sum(dim=2)
+    return (sums / block_lengths(length, block_size, tokens.device)[:, None, None]).transpose(1, 2)
+
+
+def diagonal_blocks(length: int, block_size_q: int, block_size_k: int) -> torch.Tensor:
+    """Key blocks that share a token with each query block: bool [query_blocks, key_blocks] on the CPU."""
+    query_start = torch.arange(0, length, block_size_q)[:, None]
+    key_start = torch.arange(0, length, block_size_k)[None, :]
+    return (query_start < key_start + block_size_k) & (key_start < query_start + block_size_q)
+
+
+@torch.no_grad()
+def block_map(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    keep_ratio: float,
+    block_size_q: int,
+    block_size_k: int,
+    forced: torch.Tensor | None = None,
+) -> BlockMap:
+    """Choose the key blocks of every query block by the dot product of their means.
+
+    Args:
+        query: [batch, length_q, heads, head_dim], after normalisation and rotary embedding.
+        key: [batch, length_k, heads, head_dim], likewise.
+        keep_ratio: share of the key blocks to keep.
+        block_size_q: tokens in a query block.
+        block_size_k: tokens in a key block.
+        forced: bool, broadcastable to [query_blocks, key_blocks]: blocks that are kept whatever their score. They take
+            places of the share; where they need more than it has, every row keeps as many as the fullest needs.
+
+    Returns:
+        The map. Equal scores are settled by the lower block index, so the choice repeats.
+    """
+    scores = pool_blocks(query, block_size_q) @ pool_blocks(key, block_size_k).transpose(-1, -2)
+    kept = num_kept_blocks(keep_ratio, scores.shape[-1])
+    if forced is not None:
+        wanted = forced.broadcast_to(scores.shape[-2:])
+        kept = max(kept, int(wanted.sum(dim=-1).max()))
+        scores = scores.masked_fill(wanted.to(scores.device), math.inf)
+    ranked = scores.sort(dim=-1, descending=True, stable=True).indices
+    indices = ranked[..., :kept].sort(dim=-1).values
+    return BlockMap(indices, block_size_q, block_size_k, query.shape[1], key.shape[1])

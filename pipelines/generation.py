@@ -1,0 +1,337 @@
+"""One request in, one video out, with everything that is needed to make it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from ..core.config import ConfigError, require
+from .acceleration import current_report, state_of
+from .loading import as_image_to_video, as_text_to_video
+from .recipe import SamplerConfig
+from .scheduling_few_step import FewStepScheduler
+from .sizes import check_size
+from .stages import StageTimer
+from .video_io import check_output, contact_sheet, frames_to_uint8, read_image, save_video, to_rgb, write_atomically
+
+FALLBACK_FPS = 16
+_MAX_SEED = 2**63 - 1
+StepCallback = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What the user asks for; None leaves a setting to recipe, checkpoint and diffusers, in this order.
+
+    Attributes:
+        prompt: what the video shows; not empty.
+        negative_prompt: what it should not; only used with guidance above 1.
+        image: first frame, a file or a PIL image; cropped to the video's aspect ratio and resized.
+        height: pixels.
+        width: pixels.
+        num_frames: frames.
+        seed: 0 or more; None or -1 draws one, which the result reports.
+        num_inference_steps: denoising steps.
+        guidance_scale: 1 or less for none.
+        fps: frames per second of the file.
+    """
+
+    prompt: str
+    negative_prompt: str = ""
+    image: str | Path | Image.Image | None = None
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    seed: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    fps: float | None = None
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Frames (uint8 [F, H, W, 3]), the request with every setting resolved, stage times, and the recipe's report."""
+
+    frames: np.ndarray
+    request: GenerationRequest
+    stages: dict[str, Any]
+    report: dict[str, Any] | None
+    unknown_words: tuple[str, ...] = ()
+
+
+def generate(pipe: Any, request: GenerationRequest, *, on_step: StepCallback | None = None) -> GenerationResult:
+    """Makes one video.
+
+    Args:
+        pipe: a Wan pipeline, accelerated or not.
+        request: what to make.
+        on_step: called after each step with its index, the number of steps and its seconds; an exception raised
+            there ends the run.
+
+    Raises:
+        ConfigError: a setting that this pipeline or its recipe cannot run; raised before any work.
+        FloatingPointError: NaN or infinite values, naming step and recipe.
+    """
+    # 1. Resolve and check everything before any work.
+    pipe = as_text_to_video(pipe) if request.image is None else as_image_to_video(pipe)
+    request = resolve_request(pipe, request)
+    image = _prepare_image(request)
+    unknown = warn_unknown_words(pipe.tokenizer, request.prompt)
+    timer = StageTimer()
+    try:
+        with torch.no_grad():
+            # 2. Text to embeddings.
+            with timer.stage("text"):
+                embeddings = _encode_text(pipe, request)
+            # 3. Noise to latents.
+            with timer.stage("denoise"):
+                latents = _denoise(pipe, request, image, embeddings, timer, on_step)
+            # 4. Latents to pixels.
+            with timer.stage("decode"):
+                frames = decode(pipe, latents)
+    finally:
+        pipe.maybe_free_model_hooks()
+    report = current_report(pipe)
+    return GenerationResult(frames, request, timer.to_dict(), report.to_dict() if report else None, unknown)
+
+
+def resolve_request(pipe: Any, request: GenerationRequest) -> GenerationRequest:
+    """The request with every setting filled in and checked.
+
+    Raises:
+        ConfigError: names the field, its value and the rule.
+    """
+    sampler = _sampler(pipe)
+    defaults = _defaults(pipe)
+    require(isinstance(request.prompt, str) and bool(request.prompt.strip()), "prompt", request.prompt, "not empty")
+
+    def pick(name: str, *sources: Any) -> Any:
+        given = (getattr(request, name), *sources, defaults.get(name))
+        return next((value for value in given if value is not None), None)
+
+    steps = pick("num_inference_steps", sampler.steps)
+    guidance = pick("guidance_scale", sampler.guidance_scale)
+    whole = isinstance(steps, int) and not isinstance(steps, bool)
+    require(whole and steps >= 1, "num_inference_steps", steps, "a whole number, at least 1")
+    if sampler.sigmas is not None:
+        rule = f"{sampler.steps}, the steps of recipe {_recipe_name(pipe)!r}, or left out"
+        require(steps == sampler.steps, "num_inference_steps", steps, rule)
+    require(np.isfinite(guidance) and guidance >= 0, "guidance_scale", guidance, "0 or more")
+    if sampler.guidance_scale is not None and guidance != sampler.guidance_scale:
+        warnings.warn(
+            f"guidance_scale: {guidance} was asked for, but recipe {_recipe_name(pipe)!r} was made for "
+            f"{sampler.guidance_scale}: expect worse videos",
+            stacklevel=3,
+        )
+    fps = pick("fps")
+    require(np.isfinite(fps) and fps > 0, "fps", fps, "more than 0")
+    size = {name: pick(name) for name in ("height", "width", "num_frames")}
+    check_size(pipe, **size)
+    return dataclasses.replace(
+        request, seed=resolve_seed(request.seed), num_inference_steps=steps, guidance_scale=guidance, fps=fps, **size
+    )
+
+
+def resolve_seed(seed: int | None) -> int:
+    """The seed itself (0 is one), or a random one for None and -1."""
+    if seed is None or seed == -1:
+        return secrets.randbelow(2**32)
+    whole = isinstance(seed, int) and not isinstance(seed, bool)
+    require(whole and 0 <= seed <= _MAX_SEED, "seed", seed, f"a whole number in 0..{_MAX_SEED}, or -1 for a random one")
+    return seed
+
+
+def warn_unknown_words(tokenizer: Any, prompt: str) -> tuple[str, ...]:
+    """Words of the prompt that the tokenizer does not know; one warning that lists them."""
+    unknown_id = getattr(tokenizer, "unk_token_id", None)
+    if unknown_id is None or not getattr(tokenizer, "is_fast", False):
+        return ()
+    encoded = tokenizer(prompt, return_offsets_mapping=True, add_special_tokens=False)
+    spans = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    words = tuple(dict.fromkeys(prompt[start:end] for token, (start, end) in spans if token == unknown_id))
+    if words:
+        warnings.warn(f"prompt: the model does not know these words and ignores them: {', '.join(words)}", stacklevel=3)
+    return words
+
+
+def decode(pipe: Any, latents: torch.Tensor) -> np.ndarray:
+    """Latents [1, C, F', H', W'] to frames uint8 [F, H, W, 3]; FloatingPointError on NaN or infinite pixels."""
+    vae = pipe.vae
+    shape = (1, vae.config.z_dim, 1, 1, 1)
+    latents = latents.to(device=pipe._execution_device, dtype=vae.dtype)
+    scale = torch.tensor(vae.config.latents_std).to(latents).view(shape)
+    centre = torch.tensor(vae.config.latents_mean).to(latents).view(shape)
+    pixels = vae.decode(latents * scale + centre, return_dict=False)[0]
+    array = pixels[0].permute(1, 2, 3, 0).float().cpu().numpy()
+    return frames_to_uint8(array / 2 + 0.5)
+
+
+def write_result(result: GenerationResult, output_path: str | Path) -> dict[str, Path]:
+    """Writes video, contact sheet and sidecar beside each other; returns their paths by these names.
+
+    The sidecar is written last: where it exists, the video is complete. Its stages include `save`.
+    """
+    path = check_output(output_path)
+    timer = StageTimer()
+    assert result.request.fps is not None
+    with timer.stage("save"):
+        save_video(result.frames, path, result.request.fps)
+        sheet = contact_sheet(result.frames, path.with_suffix(".png"))
+    saved = timer.to_dict()
+    stages = {
+        **result.stages,
+        "seconds": {**result.stages["seconds"], **saved["seconds"]},
+        "total_seconds": result.stages["total_seconds"] + saved["total_seconds"],
+        "peak_memory": {**result.stages["peak_memory"], **saved["peak_memory"]},
+    }
+    text = json.dumps(_sidecar(result, stages), indent=2, ensure_ascii=False) + "\n"
+    sidecar = write_atomically(path.with_suffix(".json"), lambda part: part.write_text(text, encoding="utf-8"))
+    return {"video": path, "sheet": sheet, "sidecar": sidecar}
+
+
+def request_from_sidecar(path: str | Path) -> GenerationRequest:
+    """The request that made a video, from the JSON beside it.
+
+    Raises:
+        ConfigError: not such a file, or its first frame was not a file.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        fields = data["request"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"sidecar: got {str(path)!r}; must be the JSON written beside a video ({error})") from error
+    if fields.pop("image_in_memory", False):
+        raise ConfigError(f"sidecar: got {str(path)!r}, whose first frame was no file; must be given the image again")
+    known = {f.name for f in dataclasses.fields(GenerationRequest)}
+    extra = sorted(set(fields) - known)
+    require(not extra and "prompt" in fields, "sidecar.request", extra, f"made of {', '.join(sorted(known))}")
+    return GenerationRequest(**fields)
+
+
+def _sampler(pipe: Any) -> SamplerConfig:
+    state = state_of(pipe)
+    if state is not None:
+        return state.recipe.sampler
+    if isinstance(pipe.scheduler, FewStepScheduler):
+        return SamplerConfig(sigmas=tuple(pipe.scheduler.config.sigmas))
+    return SamplerConfig()
+
+
+def _recipe_name(pipe: Any) -> str:
+    state = state_of(pipe)
+    return state.recipe.name if state is not None else "none"
+
+
+def _defaults(pipe: Any) -> dict[str, Any]:
+    """Defaults of diffusers, overlaid by the checkpoint's own."""
+    signature = inspect.signature(type(pipe).__call__).parameters
+    names = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
+    own: Mapping[str, Any] = getattr(pipe, "videospark_defaults", None) or {}
+    return {"fps": FALLBACK_FPS, **{name: signature[name].default for name in names}, **own}
+
+
+def _prepare_image(request: GenerationRequest) -> Image.Image | None:
+    if request.image is None:
+        return None
+    image = to_rgb(request.image) if isinstance(request.image, Image.Image) else read_image(request.image)
+    return ImageOps.fit(image, (request.width, request.height), Image.Resampling.LANCZOS)
+
+
+def _encode_text(pipe: Any, request: GenerationRequest) -> dict[str, Any]:
+    length = _defaults(pipe)["max_sequence_length"]
+    positive, negative = pipe.encode_prompt(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        do_classifier_free_guidance=request.guidance_scale > 1,
+        max_sequence_length=length,
+        device=pipe._execution_device,
+    )
+    return {"prompt_embeds": positive, "negative_prompt_embeds": negative, "max_sequence_length": length}
+
+
+def _denoise(
+    pipe: Any,
+    request: GenerationRequest,
+    image: Image.Image | None,
+    embeddings: dict[str, Any],
+    timer: StageTimer,
+    on_step: StepCallback | None,
+) -> torch.Tensor:
+    """Runs the stock denoising loop; returns latents [1, C, F', H', W']."""
+    steps = request.num_inference_steps
+    sampler = _sampler(pipe)
+
+    def after_step(_: Any, index: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        seconds = timer.step_done()
+        if not torch.isfinite(tensors["latents"]).all():
+            raise FloatingPointError(
+                f"latents: NaN or infinite after step {index + 1} of {steps} with recipe {_recipe_name(pipe)!r}; "
+                "no video is made"
+            )
+        if on_step is not None:
+            on_step(index, steps, seconds)
+        return {}
+
+    # On the CPU, so that a seed means the same noise on every device.
+    generator = torch.Generator("cpu").manual_seed(request.seed)
+    extra: dict[str, Any] = {} if image is None else {"image": image}
+    if pipe.config.boundary_ratio is not None and sampler.guidance_scale_2 is not None:
+        extra["guidance_scale_2"] = sampler.guidance_scale_2
+    few_step = isinstance(pipe.scheduler, FewStepScheduler)
+    if few_step:
+        pipe.scheduler.set_generator(generator)
+    timer.start_steps()
+    try:
+        output = pipe(
+            height=request.height, width=request.width, num_frames=request.num_frames, num_inference_steps=steps,
+            guidance_scale=request.guidance_scale, generator=generator, output_type="latent", return_dict=False,
+            callback_on_step_end=after_step, **embeddings, **extra,
+        )  # fmt: skip
+    finally:
+        if few_step:
+            pipe.scheduler.set_generator(None)
+    return output[0]
+
+
+def _sidecar(result: GenerationResult, stages: dict[str, Any]) -> dict[str, Any]:
+    request = dataclasses.asdict(dataclasses.replace(result.request, image=None))
+    if isinstance(result.request.image, Image.Image):
+        request["image_in_memory"] = True
+    elif result.request.image is not None:
+        request["image"] = str(result.request.image)
+    frames, height, width = result.frames.shape[:3]
+    return {
+        "prompt": result.request.prompt,
+        "seed": result.request.seed,
+        "request": request,
+        "recipe": result.report["recipe"] if result.report else None,
+        "size": {"num_frames": frames, "height": height, "width": width},
+        "fps": result.request.fps,
+        "unknown_words": list(result.unknown_words),
+        "versions": versions(),
+        "report": result.report,
+        "stages": stages,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what decides the result."""
+    found = {}
+    for name in ("videospark", "torch", "diffusers", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

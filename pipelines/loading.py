@@ -1,0 +1,166 @@
+"""Pipelines from and to folders of the diffusers layout, with the recipe and the defaults they were made for.
+
+Two optional files lie beside `model_index.json`, so that the folder stays loadable by diffusers alone:
+`videospark_recipe.json` (applied when loading) and `videospark_defaults.json` (sizes, steps, guidance).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
+
+from ..core.config import ConfigError, require, save_file
+from .acceleration import accelerate, attach_state, state_of
+from .recipe import Recipe
+from .video_io import write_atomically
+
+RECIPE_FILE = "videospark_recipe.json"
+DEFAULTS_FILE = "videospark_defaults.json"
+DEFAULT_KEYS = (
+    "height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale", "max_sequence_length",
+    "provides",
+)  # fmt: skip
+
+
+def load(
+    path_or_id: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
+    image_to_video: bool = False,
+) -> Any:
+    """Loads a Wan pipeline, attaches its defaults and applies its recipe.
+
+    Args:
+        path_or_id: a folder of the diffusers layout, or the id of one on the Hub.
+        device: where to put it; None picks the best one.
+        dtype: of text encoder and transformer, None picks by device; the VAE stays in float32.
+        recipe: instead of the checkpoint's own; "dense" for none.
+        image_to_video: give the image-to-video pipeline of the same weights.
+
+    Raises:
+        ConfigError: no such folder, not a Wan pipeline, or broken files.
+    """
+    from ..core.devices import default_dtype, pick_device
+
+    target = pick_device(str(device) if device is not None else None)
+    dtype = dtype if dtype is not None else default_dtype(target)
+    folder = Path(path_or_id)
+    looks_local = isinstance(path_or_id, Path) or folder.is_absolute() or len(folder.parts) != 2 or folder.exists()
+    if looks_local and not (folder / "model_index.json").is_file():
+        raise ConfigError(f"model: got {str(path_or_id)!r}; must be a folder with a model_index.json, or a Hub id")
+    pipe = DiffusionPipeline.from_pretrained(str(path_or_id), torch_dtype={"default": dtype, "vae": torch.float32})
+    require(
+        isinstance(pipe, (WanPipeline, WanImageToVideoPipeline)),
+        "model",
+        type(pipe).__name__,
+        "a WanPipeline or a WanImageToVideoPipeline",
+    )
+    pipe.to(target)
+    pipe.videospark_defaults = read_defaults(_side_file(path_or_id, DEFAULTS_FILE))
+    if image_to_video:
+        pipe = as_image_to_video(pipe)
+    chosen = recipe if recipe is not None else _side_file(path_or_id, RECIPE_FILE)
+    if chosen is not None:
+        accelerate(pipe, chosen)
+    return pipe
+
+
+def save(pipe: Any, folder: str | Path) -> Path:
+    """Writes the pipeline as stock diffusers would, plus its recipe and defaults.
+
+    The scheduler written is the original one: the recipe builds its own again when loading.
+    """
+    folder = Path(folder)
+    state = state_of(pipe)
+    scheduler = pipe.scheduler
+    if state is not None:
+        pipe.scheduler = state.original_scheduler
+    try:
+        pipe.save_pretrained(folder)
+    finally:
+        if state is not None:
+            pipe.scheduler = scheduler
+    defaults = getattr(pipe, "videospark_defaults", None)
+    if defaults:
+        text = json.dumps(defaults, indent=2) + "\n"
+        write_atomically(folder / DEFAULTS_FILE, lambda partial: partial.write_text(text, encoding="utf-8"))
+    recipe_file = folder / RECIPE_FILE
+    if state is not None:
+        save_file(state.recipe, recipe_file)
+    else:
+        # A recipe left from an earlier save would silently change what is loaded.
+        recipe_file.unlink(missing_ok=True)
+    return folder
+
+
+def read_defaults(path: Path | None) -> dict[str, Any]:
+    """The model's own defaults; empty where there is no file. Unknown keys and wrong types are errors."""
+    if path is None:
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path.name}: got a file that is no JSON ({error}); must be a JSON object") from error
+    require(isinstance(data, dict), path.name, data, "a JSON object")
+    for key, value in data.items():
+        require(key in DEFAULT_KEYS, path.name, key, f"one of {', '.join(DEFAULT_KEYS)}")
+        if key != "provides":
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            require(number and value >= 0, f"{path.name}.{key}", value, "a number, 0 or more")
+    return data
+
+
+def as_image_to_video(pipe: Any) -> Any:
+    """The image-to-video pipeline of the same components; the pipeline itself where it is one already.
+
+    Raises:
+        ConfigError: the weights were not trained for it (only `expand_timesteps` models serve both).
+    """
+    return _sibling(pipe, WanImageToVideoPipeline, "an image")
+
+
+def as_text_to_video(pipe: Any) -> Any:
+    """The text-to-video pipeline of the same components; see `as_image_to_video`."""
+    return _sibling(pipe, WanPipeline, "no image")
+
+
+def _sibling(pipe: Any, target: type, wish: str) -> Any:
+    if isinstance(pipe, target):
+        return pipe
+    if not pipe.config.expand_timesteps:
+        raise ConfigError(
+            f"image: got {wish} for a {type(pipe).__name__}; must fit the model: load a {target.__name__} instead"
+        )
+    accepted = inspect.signature(target.__init__).parameters
+    parts = {name: part for name, part in pipe.components.items() if name in accepted}
+    settings = {"boundary_ratio": pipe.config.boundary_ratio, "expand_timesteps": pipe.config.expand_timesteps}
+    sibling = target(**parts, **settings)
+    sibling.videospark_defaults = getattr(pipe, "videospark_defaults", {})
+    if hasattr(pipe, "_progress_bar_config"):
+        sibling.set_progress_bar_config(**pipe._progress_bar_config)
+    # Shared modules carry the same hooks, so the sibling is accelerated exactly when the original is.
+    attach_state(sibling, state_of(pipe))
+    # The hooks ask the original, weakly referenced, for the step: it has to live as long as its sibling.
+    object.__setattr__(sibling, "_videospark_origin", pipe)
+    return sibling
+
+
+def _side_file(path_or_id: str | Path, name: str) -> Path | None:
+    folder = Path(path_or_id)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import EntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(str(path_or_id), name))
+    except EntryNotFoundError:
+        return None
