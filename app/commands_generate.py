@@ -119,7 +119,7 @@ def _prepare(
         request = replace(request_from_sidecar(from_sidecar), **given)
     else:
         request = GenerationRequest(**given)
-    if request.image is not None:
+    if isinstance(request.image, (str, Path)):
         read_image(request.image)  # read again when it is used; here only to complain early
         request = replace(request, image=str(Path(request.image).resolve()))  # the sidecar is read from anywhere
     resolve_seed(request.seed)

@@ -109,7 +109,7 @@ def _detections(
 
 
 def _accuracy(detections: list[Detection], captions: list[Caption]) -> dict[str, Accuracy]:
-    matches = [match(d, c) for d, c in zip(detections, captions, strict=False)]
+    matches = [match(d, c) for d, c in zip(detections, captions, strict=True)]
     rng = np.random.default_rng(0)
     draws = rng.integers(0, len(matches), size=(1000, len(matches)))
     result = {}
@@ -129,7 +129,7 @@ def _entropy_ratios(varied: list[list[Detection]], captions: list[Caption]) -> d
     """For each attribute: mean entropy over captions that leave it open, over the data's mean."""
     found: dict[str, list[float]] = {}
     data: dict[str, list[float]] = {}
-    for group, caption in zip(varied, captions, strict=False):
+    for group, caption in zip(varied, captions, strict=True):
         partners = [assign(d, caption) for d in group]
         values = {n: [getattr(d, n) for d in group] for n in SCENE_ATTRIBUTES if caption.scene[n] is None}
         for name in SHAPE_ATTRIBUTES:

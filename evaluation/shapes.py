@@ -239,7 +239,7 @@ def _centroids(alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _crop(images: torch.Tensor, left: torch.Tensor, top: torch.Tensor, size: int) -> torch.Tensor:
     """One `size` x `size` window per frame of `[F, h, w]`-like images already padded to hold it."""
     windows = [
-        image[..., t : t + size, x : x + size] for image, t, x in zip(images, top.tolist(), left.tolist(), strict=False)
+        image[..., t : t + size, x : x + size] for image, t, x in zip(images, top.tolist(), left.tolist(), strict=True)
     ]
     return torch.stack(windows)
 
@@ -340,7 +340,7 @@ def match(detection: Detection, caption: Caption) -> dict[str, list[bool]]:
     for name in SCENE_ATTRIBUTES:
         if caption.scene[name] is not None:
             result[name].append(getattr(detection, name) == caption.scene[name])
-    for said, found in zip(caption.shapes, assign(detection, caption), strict=False):
+    for said, found in zip(caption.shapes, assign(detection, caption), strict=True):
         for name in SHAPE_ATTRIBUTES:
             if said[name] is not None:
                 result[name].append(found is not None and getattr(found, name) == said[name])

@@ -92,13 +92,12 @@ def accelerate(pipe: Any, recipe: Recipe | str | Path | Mapping[str, Any]) -> Ac
             is then unchanged.
     """
     recipe = resolve(recipe)
-    if state_of(pipe) is not None:
+    if (present := state_of(pipe)) is not None:
         raise ConfigError(
-            f"pipeline: got one that is accelerated with recipe {state_of(pipe).recipe.name!r}; "
+            f"pipeline: got one that is accelerated with recipe {present.recipe.name!r}; "
             "must be restored first: call restore(pipe)"
         )
-    experts = {name: getattr(pipe, name, None) for name in EXPERTS}
-    experts = {name: module for name, module in experts.items() if module is not None}
+    experts = {name: module for name in EXPERTS if (module := getattr(pipe, name, None)) is not None}
     if not experts:
         raise ConfigError(f"pipeline: got {type(pipe).__name__} without a transformer; must be a Wan pipeline")
     state = AccelerationState(recipe, pipe.scheduler, {}, [], _notes(pipe, recipe))

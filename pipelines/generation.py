@@ -245,11 +245,13 @@ def _defaults(pipe: Any) -> dict[str, Any]:
 def _prepare_image(request: GenerationRequest) -> Image.Image | None:
     if request.image is None:
         return None
+    assert request.width is not None and request.height is not None  # resolved before
     image = to_rgb(request.image) if isinstance(request.image, Image.Image) else read_image(request.image)
     return ImageOps.fit(image, (request.width, request.height), Image.Resampling.LANCZOS)
 
 
 def _encode_text(pipe: Any, request: GenerationRequest) -> dict[str, Any]:
+    assert request.guidance_scale is not None  # resolved before
     length = _defaults(pipe)["max_sequence_length"]
     positive, negative = pipe.encode_prompt(
         prompt=request.prompt,
@@ -271,6 +273,7 @@ def _denoise(
 ) -> torch.Tensor:
     """Runs the stock denoising loop; returns latents [1, C, F', H', W']."""
     steps = request.num_inference_steps
+    assert steps is not None and request.seed is not None  # resolved before
     sampler = _sampler(pipe)
 
     def after_step(_: Any, index: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def _sibling(pipe: Any, target: type, wish: str) -> Any:
         raise ConfigError(
             f"image: got {wish} for a {type(pipe).__name__}; must fit the model: load a {target.__name__} instead"
         )
-    accepted = inspect.signature(target.__init__).parameters
+    accepted = inspect.signature(target).parameters
     parts = {name: part for name, part in pipe.components.items() if name in accepted}
     settings = {"boundary_ratio": pipe.config.boundary_ratio, "expand_timesteps": pipe.config.expand_timesteps}
     sibling = target(**parts, **settings)

@@ -81,7 +81,7 @@ def frames_to_uint8(array: np.ndarray) -> np.ndarray:
     return (np.clip(array.astype(np.float32), 0, 1) * 255).round().astype(np.uint8)
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> Path:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
     """Lets `write` fill a temporary file beside `path`, then renames; nothing is left where it fails."""
     partial = path.with_name(f".{uuid.uuid4().hex}.partial{path.suffix}")
     try:

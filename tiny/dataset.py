@@ -148,7 +148,7 @@ def _draw_scene(rng: np.random.Generator) -> Scene | None:
     phase = (float(rng.random() * 2), float(rng.random() * 2))
     for _ in range(60):  # paths that stay in the frame and never let two shapes touch
         shapes = tuple(_draw_shape(rng, *spec) for spec in specs)
-        if num_shapes == 1 or not _touch(*shapes):
+        if num_shapes == 1 or not _touch(shapes[0], shapes[1]):
             return Scene(shapes, background, pattern, phase)
     return None
 

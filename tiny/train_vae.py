@@ -95,8 +95,8 @@ def train_vae(root: Path, *, num_steps: int, batch_size: int = 8, compile_kernel
 
     average.copy_to(vae)
     vae.eval()
-    mean, std = latent_statistics(vae)
-    vae.register_to_config(latents_mean=mean, latents_std=std)
+    channel_mean, channel_std = latent_statistics(vae)
+    vae.register_to_config(latents_mean=channel_mean, latents_std=channel_std)
     return vae
 
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,13 +18,13 @@ from torch import nn
 class MuonForKernels(torch.optim.Muon):
     """`torch.optim.Muon` for weights of any rank: a kernel `[out, in, ...]` is handled as the matrix `[out, -1]`."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], **options: float) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
         self._kernels = list(parameters)
         self._matrices = [nn.Parameter(p.detach().flatten(1)) for p in self._kernels]  # views: one storage
         super().__init__(self._matrices, **options)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for kernel, matrix in zip(self._kernels, self._matrices, strict=True):
             if kernel.data_ptr() != matrix.data_ptr():
                 raise RuntimeError("a parameter was moved after the optimizer was made")
@@ -106,7 +107,7 @@ class StageFolder:
     def __init__(self, root: Path, stage: str) -> None:
         self.path = root / stage
         self.path.mkdir(parents=True, exist_ok=True)
-        self._writer = None
+        self._writer: Any = None
         self._log = (self.path / "log.jsonl").open("a", encoding="utf-8")
         self._start = time.time()
 
