@@ -129,7 +129,7 @@ def _entropy_ratios(varied: list[list[Detection]], captions: list[Caption]) -> d
     """For each attribute: mean entropy over captions that leave it open, over the data's mean."""
     found: dict[str, list[float]] = {}
     data: dict[str, list[float]] = {}
-    for group, caption in zip(varied, captions, strict=True):
+    for group, caption in zip(varied, captions[: len(varied)], strict=True):
         partners = [assign(d, caption) for d in group]
         values = {n: [getattr(d, n) for d in group] for n in SCENE_ATTRIBUTES if caption.scene[n] is None}
         for name in SHAPE_ATTRIBUTES:
