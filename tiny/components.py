@@ -23,8 +23,6 @@ from .dataset import vocabulary
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 NUM_FRAMES = 17
 FPS = 8
-IMAGE_SIZE = 192
-"""Height and width the shipped weights were last trained at: 5 x 12 x 12 = 720 tokens."""
 LATENT_CHANNELS = 8
 TEXT_WIDTH = 128
 FLOW_SHIFT = 3.0

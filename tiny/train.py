@@ -133,6 +133,12 @@ def export(output: Path, stage: str, *, size: int) -> Path:
         part.to(torch.bfloat16)
     folder = output / "checkpoint"
     pipe.save_pretrained(folder, safe_serialization=True)
+    for config in folder.glob(
+        "*/config.json"
+    ):  # diffusers notes where the parts were read from: a path of this machine
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        settings.pop("_name_or_path", None)
+        config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     defaults = {
         "height": size,
         "width": size,

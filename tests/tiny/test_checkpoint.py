@@ -32,6 +32,7 @@ def test_it_is_small_and_holds_nothing_but_data():
     files = [f for f in checkpoint_path().rglob("*") if f.is_file()]
     assert sum(f.stat().st_size for f in files) <= LIMIT_BYTES
     assert {f.suffix for f in files} <= {".json", ".safetensors"}
+    assert not [f for f in files if f.name == "config.json" and "_name_or_path" in f.read_text(encoding="utf-8")]
 
 
 def test_stock_pipelines_generate_from_it():
