@@ -24,11 +24,11 @@ from .train_vae import train_vae
 
 Stage = Literal["all", "vae", "teacher", "grid", "export"]
 
-VAE_STEPS = 1300
+VAE_STEPS = 2500
 TEACHER = GridStage(
-    "teacher", size=128, num_clips=8192, num_steps=3000, batch_size=24, muon_lr=2e-3, adamw_lr=1.5e-3, shift=3.0
+    "teacher", size=128, num_clips=5120, num_steps=5000, batch_size=16, muon_lr=2e-3, adamw_lr=1.5e-3, shift=3.0
 )
-GRID = GridStage("grid", size=192, num_clips=3072, num_steps=700, batch_size=16, muon_lr=7e-4, adamw_lr=5e-4, shift=4.0)
+GRID = GridStage("grid", size=192, num_clips=2048, num_steps=1000, batch_size=8, muon_lr=7e-4, adamw_lr=5e-4, shift=4.0)
 QUICK_VAE_STEPS = 40
 QUICK = {
     "teacher": GridStage("teacher", 64, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
