@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,12 @@ def pool_blocks(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
         [batch, heads, blocks, head_dim].
     """
     length = tokens.shape[1]
-    wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-    padded = F.pad(wide, (0, 0, 0, 0, 0, -length % block_size))
-    sums = padded.unflatten(1, (-1, block_size)).sum(dim=2)
-    return (sums / block_lengths(length, block_size, tokens.device)[:, None, None]).transpose(1, 2)
+    whole = length - length % block_size
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    means = tokens[:, :whole].unflatten(1, (-1, block_size)).mean(dim=2, dtype=dtype)
+    if whole < length:
+        means = torch.cat([means, tokens[:, whole:].mean(dim=1, keepdim=True, dtype=dtype)], dim=1)
+    return means.transpose(1, 2)
 
 
 def diagonal_blocks(length: int, block_size_q: int, block_size_k: int) -> torch.Tensor:
@@ -133,6 +134,18 @@ def block_map(
         wanted = forced.broadcast_to(scores.shape[-2:])
         kept = max(kept, int(wanted.sum(dim=-1).max()))
         scores = scores.masked_fill(wanted.to(scores.device), math.inf)
-    ranked = scores.sort(dim=-1, descending=True, stable=True).indices
-    indices = ranked[..., :kept].sort(dim=-1).values
-    return BlockMap(indices, block_size_q, block_size_k, query.shape[1], key.shape[1])
+    return BlockMap(highest(scores, kept), block_size_q, block_size_k, query.shape[1], key.shape[1])
+
+
+def highest(scores: torch.Tensor, kept: int) -> torch.Tensor:
+    """Indices of the `kept` highest scores of each row `[..., n]`, ascending; of equal scores the lower indices."""
+    scores = scores.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    if scores.device.type != "cpu":
+        # Counting what was found, as below, would make the host wait for an accelerator.
+        ranked = scores.sort(dim=-1, descending=True, stable=True).indices
+        return ranked[..., :kept].sort(dim=-1).values
+    least = scores.topk(kept, dim=-1).values[..., -1:]
+    above, equal = scores > least, scores == least
+    places_left = kept - above.sum(dim=-1, keepdim=True)
+    taken = above | (equal & (equal.cumsum(dim=-1) <= places_left))
+    return torch.nonzero(taken)[:, -1].unflatten(0, (*scores.shape[:-1], kept))

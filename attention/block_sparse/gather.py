@@ -6,8 +6,10 @@ memory. The backward pass gathers again instead of keeping what the forward pass
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +44,8 @@ def gather_attention(
         chunk_elements: numbers that the temporaries of one chunk may hold; by default set by the device.
 
     Returns:
-        [batch, length_q, heads, head_dim] in the dtype of `value`. Scores, softmax and sums are float32 (or float64).
+        [batch, length_q, heads, head_dim] in the dtype of `value`. Sums are float32 (or float64); scores and weights
+        too, but for bfloat16 on a CPU that multiplies it natively, which rounds them as plain PyTorch does.
     """
     if chunk_elements is None:
         chunk_elements = CPU_CHUNK_ELEMENTS if query.device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS
@@ -75,6 +78,8 @@ class GatherBackend:
 
 
 class _GatherAttention(torch.autograd.Function):
+    """Forward: P = softmax(scale Q K^T) over the kept keys, O = P V. Backward: dS = P o (dP - rowsum(P o dP))."""
+
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_map: BlockMap, chunk_elements: int
@@ -83,48 +88,46 @@ class _GatherAttention(torch.autograd.Function):
             q_blocks = _to_blocks(query, block_map.block_size_q)
             k_blocks, v_blocks = (_to_blocks(tensor, block_map.block_size_k) for tensor in (key, value))
             out_blocks = torch.empty_like(q_blocks)
-            lse = torch.empty(q_blocks.shape[:2], dtype=_wide(query.dtype), device=query.device)
             scale = 1.0 / math.sqrt(query.shape[-1])
-            for rows, picks, columns in _chunks(block_map, query.shape[-1], chunk_elements):
-                keys, values = _pick(k_blocks, picks), _pick(v_blocks, picks)
-                scores = _scores(q_blocks[rows], keys, columns, scale)
-                lse[rows] = scores.logsumexp(dim=-1)
-                weights = scores.sub_(lse[rows].unsqueeze(-1)).exp_()
-                out_blocks[rows] = _product(_like_operand(weights, values), values).to(out_blocks.dtype)
+            workspace = _Workspace()
+            for chunk in _chunks(block_map, query.shape[-1], chunk_elements):
+                keys = workspace.pick("keys", k_blocks, chunk.picks)
+                values = workspace.pick("values", v_blocks, chunk.picks)
+                weights = _weights(q_blocks[chunk.rows], keys, chunk, scale, workspace)
+                _product(_like_operand(weights, values), values, into=out_blocks[chunk.rows])
             out = _from_blocks(out_blocks, query.shape)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value)
         ctx.block_map, ctx.chunk_elements = block_map, chunk_elements
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value = ctx.saved_tensors
         block_map: BlockMap = ctx.block_map
         wide = _wide(query.dtype)
         with torch.autocast(query.device.type, enabled=False):
-            q_blocks, g_blocks = (_to_blocks(tensor, block_map.block_size_q) for tensor in (query, grad_out))
+            q_blocks, g_blocks = (
+                _to_blocks(tensor, block_map.block_size_q) for tensor in (query, grad_out.to(query.dtype))
+            )
             k_blocks, v_blocks = (_to_blocks(tensor, block_map.block_size_k) for tensor in (key, value))
             if (ragged := query.shape[1] % block_map.block_size_q) != 0:
                 # Rows past the last token are no part of the result: nothing may flow back from them.
                 g_blocks.unflatten(0, (query.shape[0] * query.shape[2], -1))[:, -1, ragged:] = 0
-            out_blocks = _to_blocks(out, block_map.block_size_q)
-            delta = (out_blocks.to(wide) * g_blocks.to(wide)).sum(dim=-1, keepdim=True)
             grad_q = torch.empty_like(q_blocks)
             grad_k, grad_v = (torch.zeros(k_blocks.shape, dtype=wide, device=key.device) for _ in range(2))
             scale = 1.0 / math.sqrt(query.shape[-1])
-            for rows, picks, columns in _chunks(block_map, query.shape[-1], ctx.chunk_elements):
-                keys, values, queries, grads = (
-                    _pick(k_blocks, picks),
-                    _pick(v_blocks, picks),
-                    q_blocks[rows],
-                    g_blocks[rows],
-                )
-                weights = _scores(queries, keys, columns, scale).sub_(lse[rows].unsqueeze(-1)).exp_()
-                slope = _product(grads, values.transpose(1, 2)).sub_(delta[rows]).mul_(weights).mul_(scale)
+            workspace = _Workspace()
+            for chunk in _chunks(block_map, query.shape[-1], ctx.chunk_elements):
+                rows, picks = chunk.rows, chunk.picks
+                keys, values = workspace.pick("keys", k_blocks, picks), workspace.pick("values", v_blocks, picks)
+                queries, grads = q_blocks[rows], g_blocks[rows]
+                weights = _weights(queries, keys, chunk, scale, workspace)
+                slope = _product(grads, values.transpose(1, 2), workspace=workspace, name="slope")
+                slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, weights.dtype)
                 weights, slope = _like_operand(weights, values), _like_operand(slope, values)
-                grad_q[rows] = _product(slope, keys).to(grad_q.dtype)
-                _add(grad_k, picks, _product(slope.transpose(1, 2), queries))
+                _product(slope, keys, scale, into=grad_q[rows])
+                _add(grad_k, picks, _product(slope.transpose(1, 2), queries, scale))
                 _add(grad_v, picks, _product(weights.transpose(1, 2), grads))
             return (
                 _from_blocks(grad_q, query.shape),
@@ -133,6 +136,53 @@ class _GatherAttention(torch.autograd.Function):
                 None,
                 None,
             )
+
+
+class _Workspace:
+    """Temporaries that every chunk of one call uses again; a fresh one each time costs more than what it holds."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """A tensor of `shape` with unspecified contents, good until the next call with this name."""
+        size = math.prod(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = torch.empty(size, dtype=like.dtype, device=like.device)
+        return self._buffers[name][:size].view(shape)
+
+    def pick(self, name: str, blocks: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
+        """Blocks [n, block_size, dim] at picks [rows, kept], side by side: [rows, kept * block_size, dim]."""
+        flat = blocks.flatten(1)
+        picked = self.get(name, (picks.numel(), flat.shape[1]), blocks)
+        torch.index_select(flat, 0, picks.flatten(), out=picked)
+        return picked.view(picks.shape[0], -1, blocks.shape[-1])
+
+
+def _native_half(tensor: torch.Tensor) -> bool:
+    """Whether products of this dtype run on the matrix units as they are, sums in float32 included."""
+    if tensor.device.type != "cpu":
+        return tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.dtype == torch.bfloat16 and _cpu_has_bfloat16()
+
+
+@functools.cache
+def _cpu_has_bfloat16() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _weights(
+    queries: torch.Tensor, keys: torch.Tensor, chunk: _Chunk, scale: float, workspace: _Workspace
+) -> torch.Tensor:
+    """Softmax [rows, block_size_q, kept * block_size_k] of the scaled scores, zero past the last key.
+
+    On CUDA and wherever half precision is not native the result is float32 (or float64). A CPU that multiplies bfloat16
+    natively keeps scores and weights in it, as plain PyTorch does; the softmax itself is float32 inside.
+    """
+    scores = _product(queries, keys.transpose(1, 2), scale, workspace=workspace, name="scores")
+    if chunk.short is not None:
+        scores[..., -chunk.padding :].index_fill_(0, chunk.short, -math.inf)
+    return torch.softmax(scores, -1, out=workspace.get("weights", tuple(scores.shape), scores))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -151,60 +201,78 @@ def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return blocks.reshape(batch, heads, -1, dim)[:, :, :length].transpose(1, 2)
 
 
-def _chunks(
-    block_map: BlockMap, head_dim: int, chunk_elements: int
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
-    """Walk the query blocks of all batches and heads.
+@dataclass(frozen=True)
+class _Chunk:
+    """Query blocks that are worked on together.
 
-    Yields:
-        rows: query blocks of the chunk.
+    Attributes:
+        rows: their places among the query blocks of all batches and heads.
         picks: int64 [rows, kept], their key blocks, counted over all batches and heads.
-        columns: bool [rows, kept * block_size_k], true at columns past the last key; None if there are none.
+        short: int64, which of the rows hold the short last key block; it is always the last one they pick.
+        padding: columns of that block that are past the last key.
     """
+
+    rows: slice
+    picks: torch.Tensor
+    short: torch.Tensor | None
+    padding: int
+
+
+def _chunks(block_map: BlockMap, head_dim: int, chunk_elements: int) -> Iterator[_Chunk]:
+    """Walk the query blocks of all batches and heads."""
     indices = block_map.indices
     sequences = indices.shape[0] * indices.shape[1]
     own = indices.reshape(-1, indices.shape[-1])
     first = (
         torch.arange(sequences, device=indices.device).repeat_interleave(indices.shape[2]) * block_map.num_key_blocks
     )
+    picks = own + first.unsqueeze(-1)
     columns_per_row = own.shape[1] * block_map.block_size_k
     # Gathered keys and values, and up to three tensors of the size of the scores.
     per_row = columns_per_row * (2 * head_dim + 3 * block_map.block_size_q)
     size = max(1, chunk_elements // per_row)
-    ragged = block_map.key_length % block_map.block_size_k != 0
-    places = torch.arange(block_map.block_size_k, device=indices.device)
+    padding = -block_map.key_length % block_map.block_size_k
+    holds_last = own[:, -1] == block_map.num_key_blocks - 1
     for start in range(0, own.shape[0], size):
         rows = slice(start, min(start + size, own.shape[0]))
-        tokens = own[rows].unsqueeze(-1) * block_map.block_size_k + places
-        past = (tokens >= block_map.key_length).flatten(1) if ragged else None
-        yield rows, own[rows] + first[rows].unsqueeze(-1), past
-
-
-def _pick(blocks: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
-    """Blocks [n, block_size, dim] at picks [rows, kept], side by side: [rows, kept * block_size, dim]."""
-    picked = blocks.index_select(0, picks.flatten())
-    return picked.reshape(picks.shape[0], -1, blocks.shape[-1])
+        short = torch.nonzero(holds_last[rows]).flatten() if padding else None
+        yield _Chunk(rows, picks[rows], short, padding)
 
 
 def _add(total: torch.Tensor, picks: torch.Tensor, part: torch.Tensor) -> None:
     """Add part [rows, kept * block_size, dim] to the blocks it was picked from."""
-    total.index_add_(0, picks.flatten(), part.reshape(-1, *total.shape[1:]))
-
-
-def _scores(queries: torch.Tensor, keys: torch.Tensor, past: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """Scaled scores [rows, block_size_q, kept * block_size_k] in float32 (or float64), -inf past the last key."""
-    scores = _product(queries, keys.transpose(1, 2)).mul_(scale)
-    return scores if past is None else scores.masked_fill_(past.unsqueeze(1), -math.inf)
+    total.index_add_(0, picks.flatten(), part.reshape(-1, *total.shape[1:]).to(total.dtype))
 
 
 def _like_operand(weights: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Weights in the dtype of `other` where half-precision products are the fast ones, that is, on CUDA."""
-    return weights.to(other.dtype) if other.is_cuda else weights
+    """Weights in the dtype of `other` where half-precision products are the fast ones."""
+    return weights.to(other.dtype) if _native_half(other) else weights
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Batched matrix product that sums in, and returns, float32 (float64 stays)."""
-    wide = _wide(left.dtype)
-    if left.is_cuda and left.dtype != wide and left.dtype == right.dtype:
-        return torch.bmm(left, right, out_dtype=torch.float32)
-    return torch.bmm(left.to(wide), right.to(wide))
+def _product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    scale: float = 1.0,
+    *,
+    into: torch.Tensor | None = None,
+    workspace: _Workspace | None = None,
+    name: str = "",
+) -> torch.Tensor:
+    """Batched matrix product times `scale`, summed in float32 (float64 stays).
+
+    The result is written `into` a given tensor, in its dtype; else it is float32 (float64 stays), or bfloat16 on a CPU
+    that multiplies it natively, in a buffer of `workspace` where one is given.
+    """
+    if _native_half(left) and left.is_cuda and left.dtype == right.dtype:
+        product = torch.bmm(left, right, out_dtype=torch.float32)
+        product = product if scale == 1.0 else product.mul_(scale)
+        return product if into is None else into.copy_(product)
+    if not (_native_half(left) and left.dtype == right.dtype):
+        wide = _wide(left.dtype)
+        left, right = left.to(wide), right.to(wide)
+    shape = (left.shape[0], left.shape[1], right.shape[2])
+    if into is not None and into.dtype == left.dtype:
+        return torch.baddbmm(into, left, right, beta=0, alpha=scale, out=into)
+    buffer = left.new_empty(shape) if workspace is None else workspace.get(name, shape, left)
+    product = torch.baddbmm(buffer, left, right, beta=0, alpha=scale, out=buffer)
+    return product if into is None else into.copy_(product)
