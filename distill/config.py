@@ -1,0 +1,370 @@
+"""Settings of a training run: one TOML file, every key checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from ..attention.config import AttentionConfig
+from ..core.config import require, to_dict
+from ..pipelines.scheduling_few_step import check_sigmas
+
+MethodName = Literal["sparse_warmup", "pcm", "dmd", "crossdistill"]
+FEW_STEP_METHODS = ("pcm", "dmd", "crossdistill")
+LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+
+
+def _finite(value: float, low: float, high: float = math.inf) -> bool:
+    return math.isfinite(value) and low <= value <= high
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The networks.
+
+    Attributes:
+        teacher: folder of the diffusers layout, Hub id, or "tiny" for the embedded model; stays dense and fixed.
+        student: folder of a student to go on from; None starts from the teacher's weights.
+        teacher_dtype: in which the teacher is held.
+        sigmas: noise levels at which the student's steps start, descending (the final 0 is added by itself); they are
+            shifted already. For the few-step methods alone.
+        flow_shift: shift of the noise levels that training draws; None takes that of the teacher's scheduler.
+        guidance_scale: of the teacher (1 means none); the student needs none.
+        max_sequence_length: prompts are padded to so many tokens; None takes that of the teacher's defaults, or 512.
+    """
+
+    teacher: str = "tiny"
+    student: str | None = None
+    teacher_dtype: Literal["float32", "bfloat16"] = "float32"
+    sigmas: tuple[float, ...] | None = None
+    flow_shift: float | None = None
+    guidance_scale: float = 5.0
+    max_sequence_length: int | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.teacher.strip()), "teacher", self.teacher, "a folder, a Hub id or 'tiny'")
+        if self.sigmas is not None:
+            check_sigmas(self.sigmas)
+        shift = self.flow_shift
+        require(shift is None or (math.isfinite(shift) and shift > 0), "flow_shift", shift, "more than 0")
+        require(_finite(self.guidance_scale, 0), "guidance_scale", self.guidance_scale, "0 or more (1 means none)")
+        length = self.max_sequence_length
+        require(length is None or length >= 1, "max_sequence_length", length, "at least 1")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on.
+
+    Attributes:
+        path: folder that `videospark distill prepare` made.
+        image_share: share of the samples that are given their first latent frame (image-to-video); only for models
+            with one time per token (`expand_timesteps`).
+        prompt_dropout: share of the samples trained with the negative prompt (sparse warm-up alone; the few-step
+            students need no guidance).
+    """
+
+    path: str
+    image_share: float = 0.0
+    prompt_dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(bool(self.path.strip()), "path", self.path, "a folder of prepared data")
+        for name in ("image_share", "prompt_dropout"):
+            require(_finite(getattr(self, name), 0, 1), name, getattr(self, name), "from 0 to 1")
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Low-rank adapters (peft) on the linear layers whose names end in `targets`; merged when the run ends."""
+
+    rank: int = 32
+    alpha: float = 32.0
+    targets: tuple[str, ...] = LORA_TARGETS
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 1, "rank", self.rank, "at least 1")
+        require(math.isfinite(self.alpha) and self.alpha > 0, "alpha", self.alpha, "more than 0")
+        require(len(self.targets) > 0 and all(self.targets), "targets", self.targets, "one or more names")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The loop.
+
+    Attributes:
+        num_steps: iterations; each updates one role or more.
+        batch_size: clips per process and micro-batch.
+        gradient_accumulation: micro-batches per update.
+        optimizer: "adamw", or "muon" for the matrices of the blocks with AdamW for everything else.
+        learning_rate: of AdamW, for the student.
+        critic_learning_rate: of AdamW, for the critic.
+        muon_learning_rate: of Muon, for student and critic.
+        betas: of AdamW.
+        weight_decay: of both optimizers.
+        warmup_steps: updates over which the learning rate rises linearly.
+        schedule: "constant", or "cosine" down to 2 % at `num_steps`.
+        max_grad_norm: gradients are clipped to this norm; 0 for no clipping.
+        mixed_precision: "bf16" computes under autocast with float32 weights.
+        gradient_checkpointing: recompute blocks in the backward pass (non-reentrant).
+        trainable: which of the student's tensors learn; the critic learns all of its own, or adapters where "lora".
+        lora: settings of the adapters; with another `trainable` they must stay at their defaults.
+        ema_decay: of the averaged student, which is what is saved at the end; 0 for none.
+        log_every: iterations between two records.
+        checkpoint_every: iterations between two checkpoints.
+        keep_checkpoints: how many complete ones stay.
+    """
+
+    num_steps: int = 1000
+    batch_size: int = 1
+    gradient_accumulation: int = 1
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 1e-5
+    critic_learning_rate: float = 1e-5
+    muon_learning_rate: float = 5e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    warmup_steps: int = 0
+    schedule: Literal["constant", "cosine"] = "constant"
+    max_grad_norm: float = 1.0
+    mixed_precision: Literal["no", "bf16"] = "no"
+    gradient_checkpointing: bool = False
+    trainable: Literal["full", "lora", "branch"] = "full"
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    ema_decay: float = 0.0
+    log_every: int = 10
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        least = ("num_steps", "batch_size", "gradient_accumulation", "log_every", "checkpoint_every")
+        for name in (*least, "keep_checkpoints"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("learning_rate", "critic_learning_rate", "muon_learning_rate"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0, name, value, "more than 0")
+        require(all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two numbers of at least 0 and below 1")
+        for name in ("weight_decay", "warmup_steps", "max_grad_norm"):
+            require(_finite(getattr(self, name), 0), name, getattr(self, name), "0 or more")
+        require(0 <= self.ema_decay < 1, "ema_decay", self.ema_decay, "at least 0 (none) and below 1")
+        unused = self.trainable != "lora" and self.lora != LoRAConfig()
+        require(not unused, "lora", self.lora, "left at its defaults unless trainable is 'lora'")
+
+
+@dataclass(frozen=True)
+class SparseWarmupConfig:
+    """See methods/sparse_warmup.py.
+
+    Attributes:
+        target: "velocity" of the dense teacher, or "flow" (e - x_0).
+        weighting: "trigflow" weights a noise level by s^2 + (1 - s)^2, as the released training does.
+        sigma_distribution: "logit_normal" draws log(s / (1 - s)) from a normal distribution, then shifts; "uniform"
+            draws the unshifted time from 0 to 1.
+        logit_mean: of that normal distribution.
+        logit_std: likewise.
+        alignment_weight: of the squared distance of each self-attention's output to the teacher's; 0 for none.
+        start_keep_ratio: where the keep ratio starts; it falls linearly to that of `attention`.
+        ramp_share: share of the steps that the fall takes.
+        stop_slope: stop when the mean loss of a window fell by less than this share against the window before; 0 never.
+        stop_window: steps of a window; the first begins after the ramp.
+    """
+
+    target: Literal["velocity", "flow"] = "velocity"
+    weighting: Literal["none", "trigflow"] = "none"
+    sigma_distribution: Literal["logit_normal", "uniform"] = "logit_normal"
+    logit_mean: float = -0.8
+    logit_std: float = 1.6
+    alignment_weight: float = 0.0
+    start_keep_ratio: float = 0.5
+    ramp_share: float = 0.3
+    stop_slope: float = 0.0
+    stop_window: int = 500
+
+    def __post_init__(self) -> None:
+        require(math.isfinite(self.logit_mean), "logit_mean", self.logit_mean, "a finite number")
+        require(_finite(self.logit_std, 1e-6), "logit_std", self.logit_std, "more than 0")
+        require(_finite(self.alignment_weight, 0), "alignment_weight", self.alignment_weight, "0 or more")
+        require(0 < self.start_keep_ratio <= 1, "start_keep_ratio", self.start_keep_ratio, "above 0 and at most 1")
+        for name in ("ramp_share", "stop_slope"):
+            require(_finite(getattr(self, name), 0, 1), name, getattr(self, name), "from 0 to 1")
+        require(self.stop_window >= 1, "stop_window", self.stop_window, "at least 1")
+
+
+@dataclass(frozen=True)
+class PCMConfig:
+    """See methods/pcm.py.
+
+    Attributes:
+        solver_steps: the teacher's step is one of so many, equal in unshifted time.
+        target: which student gives the target, the "online" one without gradient or its average "ema".
+        loss: "squared", or "pseudo_huber" sqrt(d^2 + c^2) - c.
+        huber_c: its c.
+        start: "random" within the phases, or "top" of a phase alone.
+    """
+
+    solver_steps: int = 48
+    target: Literal["online", "ema"] = "online"
+    loss: Literal["squared", "pseudo_huber"] = "squared"
+    huber_c: float = 1e-3
+    start: Literal["random", "top"] = "random"
+
+    def __post_init__(self) -> None:
+        require(self.solver_steps >= 1, "solver_steps", self.solver_steps, "at least 1")
+        require(math.isfinite(self.huber_c) and self.huber_c > 0, "huber_c", self.huber_c, "more than 0")
+
+
+@dataclass(frozen=True)
+class DMDConfig:
+    """See methods/dmd.py.
+
+    Attributes:
+        form: "dmd" scores the clean prediction of a step, "tdm" the state at the knot where the step ends.
+        critic_target: what a "tdm" critic learns from: the student's states at the "knot", or its clean "rollout".
+        critic_updates: updates of the critic before each one of the student.
+        min_time: lowest unshifted time at which samples are scored.
+        max_time: highest likewise.
+        stochastic: the student's steps re-noise the clean prediction instead of following the velocity ("dmd" alone).
+    """
+
+    form: Literal["dmd", "tdm"] = "tdm"
+    critic_target: Literal["knot", "rollout"] = "knot"
+    critic_updates: int = 4
+    min_time: float = 0.02
+    max_time: float = 0.98
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.critic_updates >= 1, "critic_updates", self.critic_updates, "at least 1")
+        good = 0 < self.min_time < self.max_time < 1
+        require(good, "min_time", (self.min_time, self.max_time), "above 0 and below max_time, which is below 1")
+        free = not (self.stochastic and self.form == "tdm")
+        require(free, "stochastic", self.stochastic, "false for form 'tdm', whose states lie on one path")
+
+
+@dataclass(frozen=True)
+class CrossDistillConfig:
+    """See methods/crossdistill.py.
+
+    Attributes:
+        crossover: index of the knot at which the losses change; 0 is DMD alone, the number of steps is PCM alone.
+        order: "trajectory_first" trains the noisier side by PCM, "reversed" the cleaner one.
+        mode: "joint" has both losses in every update of the student, "staged" PCM first and then DMD.
+        pcm_weight: of the PCM loss beside DMD's 1.
+        staged_steps: iterations of PCM alone in the staged mode.
+        staged_pcm_weight: of the PCM loss after them.
+        coupling: what the steps below the crossover start from: the "student"'s own state there, the "teacher"'s, or
+            noised "data" (the last two are ablations).
+    """
+
+    crossover: int = 1
+    order: Literal["trajectory_first", "reversed"] = "trajectory_first"
+    mode: Literal["joint", "staged"] = "joint"
+    pcm_weight: float = 10.0
+    staged_steps: int = 0
+    staged_pcm_weight: float = 0.0
+    coupling: Literal["student", "teacher", "data"] = "student"
+
+    def __post_init__(self) -> None:
+        require(self.crossover >= 0, "crossover", self.crossover, "0 or more")
+        require(_finite(self.pcm_weight, 1e-12), "pcm_weight", self.pcm_weight, "more than 0")
+        require(_finite(self.staged_pcm_weight, 0), "staged_pcm_weight", self.staged_pcm_weight, "0 or more")
+        staged = self.mode == "staged"
+        fits = self.staged_steps >= 1 if staged else self.staged_steps == 0
+        require(fits, "staged_steps", self.staged_steps, "at least 1 in the staged mode, else 0")
+        require(staged or self.staged_pcm_weight == 0, "staged_pcm_weight", self.staged_pcm_weight, "0 unless staged")
+        plain = self.coupling == "student" or self.order == "trajectory_first"
+        require(plain, "coupling", self.coupling, "'student' in the reversed order, which starts from noise")
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """A whole run; tables of methods that it does not use must be left out."""
+
+    name: str
+    method: MethodName
+    data: DataConfig
+    description: str = ""
+    output: str | None = None
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    sparse_warmup: SparseWarmupConfig = field(default_factory=SparseWarmupConfig)
+    pcm: PCMConfig = field(default_factory=PCMConfig)
+    dmd: DMDConfig = field(default_factory=DMDConfig)
+    crossdistill: CrossDistillConfig = field(default_factory=CrossDistillConfig)
+
+    def __post_init__(self) -> None:
+        require(bool(self.name.strip()) and "/" not in self.name, "name", self.name, "a text without a slash")
+        require(self.seed >= 0, "seed", self.seed, "0 or more")
+        used = {"crossdistill": ("pcm", "dmd", "crossdistill")}.get(self.method, (self.method,))
+        for name in get_args(MethodName):
+            settings = getattr(self, name)
+            default = name in used or settings == type(settings)()
+            require(default, name, settings, f"left out for method {self.method!r}")
+        few = self.method in FEW_STEP_METHODS
+        rule = f"given for method {self.method!r}" if few else "left out: the warm-up keeps the teacher's sampler"
+        require((self.model.sigmas is not None) == few, "model.sigmas", self.model.sigmas, rule)
+        self._check_attention()
+        if self.method == "crossdistill":
+            self._check_crossover()
+        average = self.training.ema_decay > 0 or self.pcm.target == "online"
+        require(average, "pcm.target", self.pcm.target, "'online' unless training.ema_decay is more than 0")
+
+    def _check_attention(self) -> None:
+        steps = self.attention.dense_steps
+        require(not steps, "attention.dense_steps", steps, "empty: training visits noise levels, not sampling steps")
+        dense = self.attention.backend == "dense"
+        if self.method == "sparse_warmup":
+            require(not dense, "attention.backend", "dense", "a sparse one: the warm-up trains for it")
+            low, start = self.attention.keep_ratio, self.sparse_warmup.start_keep_ratio
+            require(start >= low, "sparse_warmup.start_keep_ratio", start, f"at least attention.keep_ratio, {low}")
+            aligned = self.sparse_warmup.alignment_weight > 0 and self.training.gradient_checkpointing
+            rule = "0 with gradient checkpointing, which runs the layers twice"
+            weight = self.sparse_warmup.alignment_weight
+            require(not aligned, "sparse_warmup.alignment_weight", weight, rule)
+        branch = self.training.trainable != "branch" or self.attention.branch != "none"
+        require(branch, "training.trainable", self.training.trainable, "another one: attention.branch is 'none'")
+
+    def _check_crossover(self) -> None:
+        assert self.model.sigmas is not None
+        count, cross = len(self.model.sigmas), self.crossdistill
+        require(cross.crossover <= count, "crossdistill.crossover", cross.crossover, f"at most {count}, the steps")
+        inner = 0 < cross.crossover < count
+        require(inner or cross.mode == "joint", "crossdistill.mode", cross.mode, "'joint' where one loss stands alone")
+        total = self.training.num_steps
+        fits = cross.staged_steps < total
+        require(fits, "crossdistill.staged_steps", cross.staged_steps, f"below training.num_steps, {total}")
+        plain = cross.coupling == "student" or not self.dmd.stochastic
+        require(plain, "crossdistill.coupling", cross.coupling, "'student' where dmd.stochastic is true")
+
+    @property
+    def folder(self) -> str:
+        """Folder of the run."""
+        return self.output or f"outputs/distill/{self.name}"
+
+    def fingerprint(self) -> str:
+        """Digest of everything that decides the numbers; a run is only resumed with the same one.
+
+        How long the run is, where it lies and how often it logs may change (a cosine schedule counts on the length).
+        """
+        loose = dataclasses.replace(
+            self.training,
+            num_steps=self.training.num_steps if self._length_matters else 1,
+            log_every=1,
+            checkpoint_every=1,
+            keep_checkpoints=1,
+        )
+        data = to_dict(self) | {"training": to_dict(loose)}
+        for name in ("name", "description", "output"):
+            data.pop(name, None)
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def _length_matters(self) -> bool:
+        ramp = self.method == "sparse_warmup" and self.sparse_warmup.start_keep_ratio > self.attention.keep_ratio
+        return self.training.schedule == "cosine" or ramp
