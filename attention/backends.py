@@ -32,6 +32,8 @@ class BackendConstraints:
         block_sizes_q: sizes of a query block.
         block_sizes_k: sizes of a key block.
         sparse: whether the backend leaves blocks out; one that does not ignores order, blocks and keep ratio.
+        gradient_devices: device types on which it has a backward; elsewhere its call raises where one is wanted.
+        unavailable: reasons why it cannot run in this process at all, such as a package that is missing.
     """
 
     devices: tuple[str, ...] | None = None
@@ -40,6 +42,8 @@ class BackendConstraints:
     block_sizes_q: tuple[int, ...] | None = None
     block_sizes_k: tuple[int, ...] | None = None
     sparse: bool = True
+    gradient_devices: tuple[str, ...] | None = None
+    unavailable: tuple[str, ...] = ()
 
     def problems(self, config: AttentionConfig, device: str, dtype: str, head_dim: int) -> list[str]:
         """Every reason why this backend cannot run, in words; empty if it can."""
@@ -50,7 +54,7 @@ class BackendConstraints:
             ("block_size_q", config.block_size_q, self.block_sizes_q),
             ("block_size_k", config.block_size_k, self.block_sizes_k),
         ]
-        return [
+        return [*self.unavailable] + [
             f"{name} is {value}, it needs {' or '.join(str(item) for item in allowed)}"
             for name, value, allowed in checks
             if allowed is not None and value not in allowed
@@ -77,7 +81,13 @@ class AttentionBackend(Protocol):
 
 BackendClass = TypeVar("BackendClass", bound=type)
 
-_BUILT_IN = {"dense": "dense", "gather": "block_sparse.gather", "reference": "block_sparse.reference"}
+_BUILT_IN = {
+    "dense": "dense",
+    "gather": "block_sparse.gather",
+    "reference": "block_sparse.reference",
+    "triton": "block_sparse.triton_backend",
+    "triton_int8": "block_sparse.triton_backend",
+}
 _REGISTERED: dict[str, type] = {}
 
 

@@ -11,6 +11,9 @@ def pytest_configure(config):
     """Two threads unless VIDEOSPARK_TEST_THREADS says otherwise: tiny tensors get slower with more."""
     import torch
 
+    if not torch.cuda.is_available():
+        # Read when Triton is imported, which diffusers does: from there on kernels run on the CPU.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(int(os.environ.get("VIDEOSPARK_TEST_THREADS", "2")))
 
 
