@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-SIZES: dict[str, tuple[float, float]] = {"small": (0.070, 0.090), "large": (0.130, 0.155)}
+SIZES: dict[str, tuple[float, float]] = {"small": (0.095, 0.115), "large": (0.155, 0.175)}
 COLORS: dict[str, tuple[float, float, float]] = {
     "red": (0.90, 0.12, 0.12),
     "green": (0.10, 0.72, 0.20),
@@ -52,7 +52,7 @@ SCENE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
 ATTRIBUTES: dict[str, tuple[str, ...]] = SHAPE_ATTRIBUTES | SCENE_ATTRIBUTES
 
 DROP_PROBABILITY = 0.3
-TWO_SHAPES_PROBABILITY = 1 / 3
+TWO_SHAPES_PROBABILITY = 1 / 4
 HELD_OUT_SHARE = 1 / 16
 PATTERN_CONTRAST = 0.16
 PATTERN_CELLS = 8

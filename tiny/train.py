@@ -1,8 +1,8 @@
 """The shipped weights from nothing, in resumable stages.
 
     vae      the video autoencoder                                          -> OUTPUT/vae
-    teacher  denoiser and text encoder at 128 x 128 x 17, 320 tokens        -> OUTPUT/teacher
-    grid     the same weights at 192 x 192 x 17, 720 tokens                 -> OUTPUT/grid
+    teacher  denoiser and text encoder at 64 x 64 x 17, 320 tokens          -> OUTPUT/teacher
+    grid     the same weights at 96 x 96 x 17, 720 tokens                   -> OUTPUT/grid
     export   the pipeline in diffusers layout, bf16, with its defaults      -> OUTPUT/checkpoint
 
 Each stage picks up its newest complete checkpoint, so the same command continues an interrupted run.
@@ -24,15 +24,15 @@ from .train_vae import train_vae
 
 Stage = Literal["all", "vae", "teacher", "grid", "export"]
 
-VAE_STEPS = 2500
+VAE_STEPS = 1800
 TEACHER = GridStage(
-    "teacher", size=128, num_clips=5120, num_steps=5000, batch_size=16, muon_lr=2e-3, adamw_lr=1.5e-3, shift=3.0
+    "teacher", size=64, num_clips=16384, num_steps=12000, batch_size=16, muon_lr=2e-3, adamw_lr=1.5e-3, shift=3.0
 )
-GRID = GridStage("grid", size=192, num_clips=2048, num_steps=1000, batch_size=8, muon_lr=7e-4, adamw_lr=5e-4, shift=4.0)
-QUICK_VAE_STEPS = 40
+GRID = GridStage("grid", size=96, num_clips=8192, num_steps=800, batch_size=8, muon_lr=7e-4, adamw_lr=5e-4, shift=4.0)
+QUICK_VAE_STEPS = 10
 QUICK = {
-    "teacher": GridStage("teacher", 64, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
-    "grid": GridStage("grid", 96, 8, 10, 2, 7e-4, 5e-4, 4.0),
+    "teacher": GridStage("teacher", 32, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
+    "grid": GridStage("grid", 48, 8, 10, 2, 7e-4, 5e-4, 4.0),
 }
 
 
@@ -64,7 +64,7 @@ def _train_vae(output: Path, quick: bool, compile_kernels: bool) -> Path:
     folder = output / "vae"
     vae.save_pretrained(folder / "model")
     loss_curve(folder / "log.jsonl", folder / "psnr.png", key="psnr_db")
-    reconstruction_sheet(vae, folder / "reconstruction.png", size=64 if quick else 128)
+    reconstruction_sheet(vae, folder / "reconstruction.png", size=32 if quick else 96)
     return folder
 
 

@@ -16,8 +16,9 @@ from .components import NUM_FRAMES, build_vae
 from .dataset import render, sample_scene
 from .training_state import AveragedWeights, Optimizers, StageFolder
 
-SIDES = (128, 160, 192)
-CROP = 64
+SIDES = (64, 80, 96)
+WHOLE = 64
+CROP = 32
 KL_WEIGHT = 2e-4
 
 
@@ -68,7 +69,7 @@ def train_vae(root: Path, *, num_steps: int, batch_size: int = 8, compile_kernel
 
     def batch(index: int) -> torch.Tensor:
         # Every eighth batch is one whole small clip: the middle block's attention must see more than a crop.
-        return crops(index, 2, 128) if index % 8 == 7 else crops(index, batch_size, CROP)
+        return crops(index, 2, WHOLE) if index % 8 == 7 else crops(index, batch_size, CROP)
 
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(batch, step)
@@ -109,7 +110,7 @@ def latent_statistics(vae: AutoencoderKLWan, num_clips: int = 24) -> tuple[list[
     """Per-channel mean and standard deviation of the latents of training clips."""
     latents = []
     for seed in range(num_clips):
-        clip = render(sample_scene(seed), num_frames=NUM_FRAMES, height=128, width=128)
+        clip = render(sample_scene(seed), num_frames=NUM_FRAMES, height=64, width=64)
         video = clip.permute(3, 0, 1, 2)[None].float() / 127.5 - 1
         latents.append(fast_forward.encode_moments(vae, video)[0])
     stacked = torch.cat(latents).transpose(0, 1).flatten(1)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from videospark.tiny.components import LATENT_CHANNELS
 from videospark.tiny.train import train
 from videospark.tiny.train_teacher import GridStage, train_grid
 from videospark.tiny.train_vae import train_vae
@@ -12,7 +13,7 @@ from videospark.tiny.train_vae import train_vae
 
 @pytest.fixture(scope="module")
 def latents():
-    return torch.randn(8, 8, 2, 8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return torch.randn(8, LATENT_CHANNELS, 2, 8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
 def _stage(num_steps):
@@ -91,6 +92,6 @@ def test_the_rehearsal_ends_in_a_pipeline_that_loads(tmp_path):
 
     folder = train(tmp_path, "all", quick=True, compile_kernels=False)
     pipe = WanPipeline.from_pretrained(folder)
-    assert pipe.config.expand_timesteps and pipe.transformer.config.in_channels == 8
+    assert pipe.config.expand_timesteps and pipe.transformer.config.in_channels == LATENT_CHANNELS
     for picture in ("vae/psnr.png", "vae/reconstruction.png", "teacher/samples.png", "grid/loss.png"):
         assert (tmp_path / picture).stat().st_size > 1000
