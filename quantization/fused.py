@@ -48,6 +48,14 @@ def available_path(device_type: str, width: int) -> tuple[Path, str]:
     return "triton", "a CUDA device with Triton"
 
 
+@cache
+def kernel_writes(number: Number, device: torch.device) -> bool:
+    """Whether the kernels for a device can write this number: Triton has e4m3 from sm_89 on, and INT8 everywhere."""
+    if number == "int8" or device.type != "cuda":
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def layer_norm_modulate(
     x: torch.Tensor,
     scale: torch.Tensor,

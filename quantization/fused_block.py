@@ -13,7 +13,7 @@ from torch import nn
 
 from ..core.config import ConfigError, require
 from .engines import CPU_CHUNK_ROWS
-from .fused import Path, available_path, gelu_tanh, layer_norm_modulate, residual_gate, rms_norm_rope
+from .fused import Path, available_path, gelu_tanh, kernel_writes, layer_norm_modulate, residual_gate, rms_norm_rope
 from .linear import QuantizedLinear
 
 NORM_ROPE = "_videospark_norm_rope"
@@ -169,6 +169,8 @@ def _wanted(layers: tuple[Any, ...], x: torch.Tensor) -> tuple[Any, int]:
         if layer.granularity != "row" or layer.hot_index is not None or layer.number != first.number:
             return None, 1
     if len(layers) > 1 and (first.shared is None or any(layer.shared is not first.shared for layer in layers)):
+        return None, 1
+    if not kernel_writes(first.number, x.device):
         return None, 1
     return first.number, first.engine_on(x.device, x.dtype).row_multiple
 

@@ -72,7 +72,7 @@ def test_gelu(chunk, dtype, shape, number):
 def test_norm_and_rotation(chunk, dtype, shape, heads):
     x, weight = gaussian(*shape, dtype=dtype) * 4, gaussian(shape[-1], seed=3, dtype=dtype)
     width = shape[-1] // heads
-    angles = (torch.rand(1, shape[1], 1, width // 2) * 6).repeat_interleave(2, dim=-1)
+    angles = (gaussian(1, shape[1], 1, width // 2, seed=9) * 6).repeat_interleave(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     actual = fused.rms_norm_rope(x, weight, 1e-6, cos, sin, heads)
     wanted = fused.rms_norm_rope_reference(x, weight, 1e-6, cos, sin, heads)
@@ -106,6 +106,15 @@ def test_broken_rows_stay_broken():
 def test_the_path_says_why():
     assert fused.available_path("cpu", 1536) == ("torch", "no kernels for cpu")
     assert fused.available_path("cuda", 20000)[0] == "torch"
+
+
+@pytest.mark.parametrize("capability,writes", [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_fp8_is_written_by_kernels_where_the_chip_has_it(capability, writes, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    fused.kernel_writes.cache_clear()
+    device = torch.device("cuda", 0)
+    assert fused.kernel_writes("fp8", device) == writes and fused.kernel_writes("int8", device)
+    fused.kernel_writes.cache_clear()
 
 
 MODES = ["none", "fp8", "int8", "int8_weight_only"]
