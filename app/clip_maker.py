@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,9 +89,7 @@ class ClipMaker:
                 device=pipe._execution_device,
             )
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-        if hasattr(pipe.scheduler, "set_generator"):  # a stochastic few-step scheduler draws noise of its own
-            pipe.scheduler.set_generator(generators)
-        with self._timed("denoise"):
+        with self._timed("denoise"), _noise_from(pipe.scheduler, generators):
             latents = pipe(
                 prompt_embeds=positive,
                 negative_prompt_embeds=negative,
@@ -114,6 +112,19 @@ class ClipMaker:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # kernels run behind the calls; without this the next part pays for them
         setattr(self.seconds, part, getattr(self.seconds, part) + time.perf_counter() - start)
+
+
+@contextmanager
+def _noise_from(scheduler: Any, generators: list[torch.Generator]) -> Iterator[None]:
+    """A stochastic few-step scheduler draws noise of its own: from these, and afterwards from nobody's."""
+    if not hasattr(scheduler, "set_generator"):
+        yield
+        return
+    scheduler.set_generator(generators)
+    try:
+        yield
+    finally:
+        scheduler.set_generator(None)
 
 
 def decode(pipe: Any, latents: torch.Tensor) -> np.ndarray:

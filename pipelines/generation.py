@@ -7,7 +7,8 @@ import inspect
 import json
 import secrets
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +21,7 @@ from PIL import Image, ImageOps
 from ..core.config import ConfigError, require
 from .acceleration import current_report, state_of
 from .loading import as_image_to_video, as_text_to_video
-from .recipe import SamplerConfig
+from .recipe import Recipe, SamplerConfig
 from .scheduling_few_step import FewStepScheduler
 from .sizes import check_size
 from .stages import StageTimer
@@ -29,6 +30,11 @@ from .video_io import check_output, contact_sheet, frames_to_uint8, read_image, 
 FALLBACK_FPS = 16
 _MAX_SEED = 2**63 - 1
 StepCallback = Callable[[int, int, float], None]
+CleanLatentsCallback = Callable[[int, torch.Tensor], None]
+
+
+class GenerationCancelled(Exception):
+    """Raise it from `on_step` or `on_clean_latents` to end a run: no further step is computed, and no video made."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,16 @@ class GenerationResult:
     stages: dict[str, Any]
     report: dict[str, Any] | None
     unknown_words: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-def generate(pipe: Any, request: GenerationRequest, *, on_step: StepCallback | None = None) -> GenerationResult:
+def generate(
+    pipe: Any,
+    request: GenerationRequest,
+    *,
+    on_step: StepCallback | None = None,
+    on_clean_latents: CleanLatentsCallback | None = None,
+) -> GenerationResult:
     """Makes one video.
 
     Args:
@@ -79,6 +92,8 @@ def generate(pipe: Any, request: GenerationRequest, *, on_step: StepCallback | N
         request: what to make.
         on_step: called after each step with its index, the number of steps and its seconds; an exception raised
             there ends the run.
+        on_clean_latents: called before `on_step` with the step's index and the clean latents [1, C, F', H', W'] that
+            the model predicts by now, for a preview. Its time counts for no step, but for the stage `denoise`.
 
     Raises:
         ConfigError: a setting that this pipeline or its recipe cannot run; raised before any work.
@@ -89,7 +104,8 @@ def generate(pipe: Any, request: GenerationRequest, *, on_step: StepCallback | N
     request = resolve_request(pipe, request)
     image = _prepare_image(request)
     unknown = warn_unknown_words(pipe.tokenizer, request.prompt)
-    timer = StageTimer()
+    notes = request_notes(pipe, request)
+    timer = StageTimer(pipe._execution_device)
     try:
         with torch.no_grad():
             # 2. Text to embeddings.
@@ -97,23 +113,29 @@ def generate(pipe: Any, request: GenerationRequest, *, on_step: StepCallback | N
                 embeddings = _encode_text(pipe, request)
             # 3. Noise to latents.
             with timer.stage("denoise"):
-                latents = _denoise(pipe, request, image, embeddings, timer, on_step)
+                latents = _denoise(pipe, request, image, embeddings, timer, on_step, on_clean_latents)
             # 4. Latents to pixels.
             with timer.stage("decode"):
                 frames = decode(pipe, latents)
     finally:
         pipe.maybe_free_model_hooks()
     report = current_report(pipe)
-    return GenerationResult(frames, request, timer.to_dict(), report.to_dict() if report else None, unknown)
+    return GenerationResult(frames, request, timer.to_dict(), report.to_dict() if report else None, unknown, notes)
 
 
-def resolve_request(pipe: Any, request: GenerationRequest) -> GenerationRequest:
+def resolve_request(pipe: Any, request: GenerationRequest, recipe: Recipe | None = None) -> GenerationRequest:
     """The request with every setting filled in and checked.
+
+    Args:
+        pipe: a Wan pipeline, or anything with its configurations, such as `app.model_folder.stand_in` makes.
+        request: what to fill in.
+        recipe: as if this one were applied; None is what is applied now.
 
     Raises:
         ConfigError: names the field, its value and the rule.
     """
-    sampler = _sampler(pipe)
+    sampler = recipe.sampler if recipe is not None else _sampler(pipe)
+    name = recipe.name if recipe is not None else _recipe_name(pipe)
     defaults = _defaults(pipe)
     require(isinstance(request.prompt, str) and bool(request.prompt.strip()), "prompt", request.prompt, "not empty")
 
@@ -126,21 +148,31 @@ def resolve_request(pipe: Any, request: GenerationRequest) -> GenerationRequest:
     whole = isinstance(steps, int) and not isinstance(steps, bool)
     require(whole and steps >= 1, "num_inference_steps", steps, "a whole number, at least 1")
     if sampler.sigmas is not None:
-        rule = f"{sampler.steps}, the steps of recipe {_recipe_name(pipe)!r}, or left out"
+        rule = f"{sampler.steps}, the steps of recipe {name!r}, or left out"
         require(steps == sampler.steps, "num_inference_steps", steps, rule)
     require(np.isfinite(guidance) and guidance >= 0, "guidance_scale", guidance, "0 or more")
-    if sampler.guidance_scale is not None and guidance != sampler.guidance_scale:
-        warnings.warn(
-            f"guidance_scale: {guidance} was asked for, but recipe {_recipe_name(pipe)!r} was made for "
-            f"{sampler.guidance_scale}: expect worse videos",
-            stacklevel=3,
-        )
+    for note in _guidance_notes(guidance, sampler, name):
+        warnings.warn(note, stacklevel=3)
     fps = pick("fps")
     require(np.isfinite(fps) and fps > 0, "fps", fps, "more than 0")
     size = {name: pick(name) for name in ("height", "width", "num_frames")}
     check_size(pipe, **size)
     return dataclasses.replace(
         request, seed=resolve_seed(request.seed), num_inference_steps=steps, guidance_scale=guidance, fps=fps, **size
+    )
+
+
+def request_notes(pipe: Any, request: GenerationRequest) -> tuple[str, ...]:
+    """What the user should know about a resolved request; the same texts as the warnings of `resolve_request`."""
+    return _guidance_notes(request.guidance_scale, _sampler(pipe), _recipe_name(pipe))
+
+
+def _guidance_notes(guidance: float | None, sampler: SamplerConfig, recipe_name: str) -> tuple[str, ...]:
+    if sampler.guidance_scale is None or guidance == sampler.guidance_scale:
+        return ()
+    return (
+        f"guidance_scale: {guidance} was asked for, but recipe {recipe_name!r} was made for "
+        f"{sampler.guidance_scale}: expect worse videos",
     )
 
 
@@ -166,6 +198,7 @@ def warn_unknown_words(tokenizer: Any, prompt: str) -> tuple[str, ...]:
     return words
 
 
+@torch.no_grad()
 def decode(pipe: Any, latents: torch.Tensor) -> np.ndarray:
     """Latents [1, C, F', H', W'] to frames uint8 [F, H, W, 3]; FloatingPointError on NaN or infinite pixels."""
     vae = pipe.vae
@@ -178,10 +211,17 @@ def decode(pipe: Any, latents: torch.Tensor) -> np.ndarray:
     return frames_to_uint8(array / 2 + 0.5)
 
 
-def write_result(result: GenerationResult, output_path: str | Path) -> dict[str, Path]:
+def write_result(
+    result: GenerationResult, output_path: str | Path, *, extra: Mapping[str, Any] | None = None
+) -> dict[str, Path]:
     """Writes video, contact sheet and sidecar beside each other; returns their paths by these names.
 
     The sidecar is written last: where it exists, the video is complete. Its stages include `save`.
+
+    Args:
+        result: what to write.
+        output_path: of the video, ending in .mp4.
+        extra: further entries of the sidecar, such as the model's name; they may not replace its own.
     """
     path = check_output(output_path)
     timer = StageTimer()
@@ -190,19 +230,28 @@ def write_result(result: GenerationResult, output_path: str | Path) -> dict[str,
         save_video(result.frames, path, result.request.fps)
         sheet = contact_sheet(result.frames, path.with_suffix(".png"))
     saved = timer.to_dict()
-    stages = {
-        **result.stages,
-        "seconds": {**result.stages["seconds"], **saved["seconds"]},
-        "total_seconds": result.stages["total_seconds"] + saved["total_seconds"],
-        "peak_memory": {**result.stages["peak_memory"], **saved["peak_memory"]},
-    }
-    text = json.dumps(_sidecar(result, stages), indent=2, ensure_ascii=False) + "\n"
+    data = _sidecar(result, path, _with_saving(result.stages, saved))
+    taken = sorted(set(data) & set(extra or {}))
+    require(not taken, "extra", taken, "other entries than the sidecar's own")
+    text = json.dumps({**data, **(extra or {})}, indent=2, ensure_ascii=False) + "\n"
     sidecar = write_atomically(path.with_suffix(".json"), lambda part: part.write_text(text, encoding="utf-8"))
     return {"video": path, "sheet": sheet, "sidecar": sidecar}
 
 
+def _with_saving(stages: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **stages,
+        "seconds": {**stages["seconds"], **saved["seconds"]},
+        "total_seconds": stages["total_seconds"] + saved["total_seconds"],
+        "peak_memory": {**stages["peak_memory"], **saved["peak_memory"]},
+        "process_peak_rss_bytes": saved["process_peak_rss_bytes"],
+    }
+
+
 def request_from_sidecar(path: str | Path) -> GenerationRequest:
     """The request that made a video, from the JSON beside it.
+
+    A first frame that lies beside the sidecar is found there, so that a folder can be moved.
 
     Raises:
         ConfigError: not such a file, or its first frame was not a file.
@@ -217,6 +266,9 @@ def request_from_sidecar(path: str | Path) -> GenerationRequest:
     known = {f.name for f in dataclasses.fields(GenerationRequest)}
     extra = sorted(set(fields) - known)
     require(not extra and "prompt" in fields, "sidecar.request", extra, f"made of {', '.join(sorted(known))}")
+    beside = Path(path).parent / str(fields.get("image", ""))
+    if fields.get("image") is not None and not Path(fields["image"]).is_absolute() and beside.is_file():
+        fields["image"] = str(beside)
     return GenerationRequest(**fields)
 
 
@@ -236,7 +288,8 @@ def _recipe_name(pipe: Any) -> str:
 
 def _defaults(pipe: Any) -> dict[str, Any]:
     """Defaults of diffusers, overlaid by the checkpoint's own."""
-    signature = inspect.signature(type(pipe).__call__).parameters
+    # A stand-in, which has a model's configurations and no weights, names the class that it stands for.
+    signature = inspect.signature(getattr(pipe, "pipeline_class", type(pipe)).__call__).parameters
     names = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
     own: Mapping[str, Any] = getattr(pipe, "videospark_defaults", None) or {}
     return {"fps": FALLBACK_FPS, **{name: signature[name].default for name in names}, **own}
@@ -270,6 +323,7 @@ def _denoise(
     embeddings: dict[str, Any],
     timer: StageTimer,
     on_step: StepCallback | None,
+    on_clean_latents: CleanLatentsCallback | None = None,
 ) -> torch.Tensor:
     """Runs the stock denoising loop; returns latents [1, C, F', H', W']."""
     steps = request.num_inference_steps
@@ -283,9 +337,14 @@ def _denoise(
                 f"latents: NaN or infinite after step {index + 1} of {steps} with recipe {_recipe_name(pipe)!r}; "
                 "no video is made"
             )
+        if on_clean_latents is not None and clean:
+            on_clean_latents(index, clean[0])
+            timer.restart_step()
         if on_step is not None:
             on_step(index, steps, seconds)
         return {}
+
+    clean: list[torch.Tensor] = []
 
     # On the CPU, so that a seed means the same noise on every device.
     generator = torch.Generator("cpu").manual_seed(request.seed)
@@ -297,23 +356,53 @@ def _denoise(
         pipe.scheduler.set_generator(generator)
     timer.start_steps()
     try:
-        output = pipe(
-            height=request.height, width=request.width, num_frames=request.num_frames, num_inference_steps=steps,
-            guidance_scale=request.guidance_scale, generator=generator, output_type="latent", return_dict=False,
-            callback_on_step_end=after_step, **embeddings, **extra,
-        )  # fmt: skip
+        with _watch_clean_latents(pipe.scheduler, clean, on_clean_latents is not None):
+            output = pipe(
+                height=request.height, width=request.width, num_frames=request.num_frames, num_inference_steps=steps,
+                guidance_scale=request.guidance_scale, generator=generator, output_type="latent", return_dict=False,
+                callback_on_step_end=after_step, **embeddings, **extra,
+            )  # fmt: skip
     finally:
         if few_step:
             pipe.scheduler.set_generator(None)
     return output[0]
 
 
-def _sidecar(result: GenerationResult, stages: dict[str, Any]) -> dict[str, Any]:
+@contextmanager
+def _watch_clean_latents(scheduler: Any, found: list[torch.Tensor], wanted: bool) -> Iterator[None]:
+    """Leaves in `found` what each step of a flow scheduler predicts as clean: x0 = x_s - s v.
+
+    The pipelines hand neither the velocity v nor x_s to their callback, so the scheduler's `step` is listened to for
+    the length of the run. Which tensors it gets and returns stays as it is.
+    """
+    if not wanted:
+        yield
+        return
+    step = scheduler.step
+
+    def listening(model_output: torch.Tensor, timestep: Any, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        index = scheduler.step_index
+        if index is None:
+            index = scheduler.begin_index or 0
+        sigma = float(scheduler.sigmas[index])
+        found[:] = [sample.float() - sigma * model_output.float()]
+        return step(model_output, timestep, sample, *args, **kwargs)
+
+    scheduler.step = listening
+    try:
+        yield
+    finally:
+        del scheduler.step
+
+
+def _sidecar(result: GenerationResult, path: Path, stages: dict[str, Any]) -> dict[str, Any]:
     request = dataclasses.asdict(dataclasses.replace(result.request, image=None))
     if isinstance(result.request.image, Image.Image):
         request["image_in_memory"] = True
     elif result.request.image is not None:
-        request["image"] = str(result.request.image)
+        image_path = Path(result.request.image)
+        beside = image_path.parent.resolve() == path.parent.resolve()
+        request["image"] = image_path.name if beside else str(image_path)
     frames, height, width = result.frames.shape[:3]
     return {
         "prompt": result.request.prompt,
@@ -323,6 +412,7 @@ def _sidecar(result: GenerationResult, stages: dict[str, Any]) -> dict[str, Any]
         "size": {"num_frames": frames, "height": height, "width": width},
         "fps": result.request.fps,
         "unknown_words": list(result.unknown_words),
+        "notes": list(result.notes),
         "versions": versions(),
         "report": result.report,
         "stages": stages,

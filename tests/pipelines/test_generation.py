@@ -10,15 +10,18 @@ from PIL import Image
 from videospark.core.config import ConfigError
 from videospark.pipelines.acceleration import accelerate
 from videospark.pipelines.generation import (
+    GenerationCancelled,
     GenerationRequest,
     _denoise,
     _encode_text,
+    decode,
     generate,
     request_from_sidecar,
     resolve_request,
     write_result,
 )  # fmt: skip
 from videospark.pipelines.loading import as_image_to_video
+from videospark.pipelines.recipe import resolve
 from videospark.pipelines.stages import StageTimer
 from videospark.pipelines.video_io import check_output, frames_to_uint8, read_image, save_video
 
@@ -149,3 +152,82 @@ def test_image_to_video_keeps_the_first_latent_frame(pipe):
     torch.testing.assert_close(latents[:, :, :1], expected, rtol=1e-3, atol=1e-3)
     with_image = generate(pipe, dataclasses.replace(REQUEST, image=image)).frames
     assert (with_image != generate(pipe, REQUEST).frames).any()
+
+
+@pytest.mark.parametrize("recipe", [None, FEW], ids=["unipc", "few-step"])
+def test_a_preview_sees_each_clean_prediction_and_changes_nothing(pipe, recipe):
+    if recipe is not None:
+        accelerate(pipe, recipe)
+    plain = generate(pipe, REQUEST)
+    seen, order = [], []
+
+    def look(index, latents):
+        seen.append(latents.clone())
+        order.append(("look", index))
+
+    watched = generate(pipe, REQUEST, on_step=lambda i, n, s: order.append(("step", i)), on_clean_latents=look)
+    assert (watched.frames == plain.frames).all()
+    assert order == [("look", 0), ("step", 0), ("look", 1), ("step", 1)]
+    assert "step" not in vars(pipe.scheduler)  # no listener is left behind
+    assert not torch.allclose(seen[0], seen[1])
+    # The last step of a flow sampler goes to sigma 0: what it predicts as clean is the result.
+    final = decode(pipe, seen[-1])
+    assert np.abs(final.astype(int) - watched.frames.astype(int)).max() <= 1
+
+
+def test_cancelling_ends_within_the_step_and_the_next_run_is_clean(pipe):
+    calls = []
+    hook = pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        fresh = generate(pipe, REQUEST).frames
+        per_step = len(calls) // 2
+        calls.clear()
+
+        def stop(index, steps, seconds):
+            raise GenerationCancelled
+
+        with pytest.raises(GenerationCancelled):
+            generate(pipe, REQUEST, on_step=stop, on_clean_latents=lambda i, latents: None)
+        assert len(calls) == per_step
+    finally:
+        hook.remove()
+    assert "step" not in vars(pipe.scheduler)
+    assert (generate(pipe, REQUEST).frames == fresh).all()
+
+
+def test_notes_and_further_entries_reach_the_sidecar(pipe, tmp_path):
+    accelerate(pipe, FEW)
+    with pytest.warns(UserWarning, match="guidance_scale: 5.0"):
+        result = generate(pipe, dataclasses.replace(REQUEST, guidance_scale=5.0))
+    (note,) = result.notes
+    assert "guidance_scale: 5.0" in note and "'few'" in note
+    with pytest.raises(ConfigError, match="extra.*seed"):
+        write_result(result, tmp_path / "a.mp4", extra={"seed": 1})
+    assert not (tmp_path / "a.json").exists()
+    paths = write_result(result, tmp_path / "a.mp4", extra={"model": "mine"})
+    data = json.loads(paths["sidecar"].read_text())
+    assert data["model"] == "mine" and data["notes"] == [note]
+    assert set(data["stages"]["peak_memory"]) == {"text", "denoise", "decode", "save"}
+    assert generate(pipe, REQUEST).notes == ()
+
+
+def test_a_first_frame_beside_the_sidecar_moves_with_it(pipe, tmp_path):
+    old = tmp_path / "old"
+    old.mkdir()
+    Image.new("RGB", (64, 64), (200, 30, 30)).save(old / "first.png")
+    result = generate(pipe, dataclasses.replace(REQUEST, image=str(old / "first.png")))
+    sidecar = write_result(result, old / "a.mp4")["sidecar"]
+    assert json.loads(sidecar.read_text())["request"]["image"] == "first.png"
+    old.rename(tmp_path / "new")
+    again = request_from_sidecar(tmp_path / "new" / "a.json")
+    assert again.image == str(tmp_path / "new" / "first.png")
+    assert (generate(pipe, again).frames == result.frames).all()
+
+
+def test_a_request_is_resolved_for_a_recipe_that_is_not_applied_yet(pipe):
+    few = resolve(FEW)
+    ahead = resolve_request(pipe, REQUEST, few)
+    with pytest.raises(ConfigError, match="must be 2, the steps of recipe 'few'"):
+        resolve_request(pipe, dataclasses.replace(REQUEST, num_inference_steps=3), few)
+    accelerate(pipe, FEW)
+    assert resolve_request(pipe, REQUEST) == ahead
