@@ -83,6 +83,7 @@ BackendClass = TypeVar("BackendClass", bound=type)
 
 _BUILT_IN = {
     "dense": "dense",
+    "flex": "block_sparse.flex",
     "gather": "block_sparse.gather",
     "reference": "block_sparse.reference",
     "triton": "block_sparse.triton_backend",
