@@ -1,6 +1,7 @@
 """Stage times and memory: by a clock of the test's own, and by memory that is really taken."""
 
-import numpy as np
+import threading
+
 import pytest
 
 from videospark.pipelines import stages
@@ -40,15 +41,43 @@ def test_seconds_by_stage_and_step(clock):
     assert "denoise" in timer.table() and "83.3 %" in timer.table()
 
 
-@pytest.mark.skipif(stages.resident_bytes() is None, reason="resident memory is not known here")
-def test_memory_of_a_stage_is_its_own():
-    size = 96 * 2**20
+def test_memory_of_a_stage_is_its_own(monkeypatch):
+    resident = [100]
+    monkeypatch.setattr(stages, "resident_bytes", lambda: resident[0])
+    monkeypatch.setattr(stages, "SAMPLE_SECONDS", 3600)  # the first and the last look remain
     timer = StageTimer()
+    with timer.stage("large"):
+        resident[0] = 900
+    resident[0] = 200
     with timer.stage("small"):
         pass
     with timer.stage("large"):
-        block = np.ones(size, np.uint8)
-    del block
+        pass
     memory = timer.to_dict()["peak_memory"]
-    assert memory["large"]["rss_sampled_peak_bytes"] - memory["small"]["rss_sampled_peak_bytes"] > 0.8 * size
-    assert timer.to_dict()["process_peak_rss_bytes"] > 0.8 * size
+    assert memory["large"]["rss_sampled_peak_bytes"] == 900
+    assert memory["small"]["rss_sampled_peak_bytes"] == 200
+
+
+def test_a_peak_inside_a_stage_is_seen(monkeypatch):
+    looks = threading.Event()
+    resident = iter([100, 500])
+
+    def look():
+        value = next(resident, 100)
+        if value == 500:
+            looks.set()
+        return value
+
+    monkeypatch.setattr(stages, "resident_bytes", look)
+    monkeypatch.setattr(stages, "SAMPLE_SECONDS", 0.001)
+    timer = StageTimer()
+    with timer.stage("denoise"):
+        assert looks.wait(timeout=30)
+    assert timer.to_dict()["peak_memory"]["denoise"]["rss_sampled_peak_bytes"] == 500
+
+
+@pytest.mark.skipif(stages.resident_bytes() is None, reason="resident memory is not known here")
+def test_the_numbers_of_the_system_are_bytes():
+    psutil = pytest.importorskip("psutil")
+    assert stages.resident_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
+    assert stages.process_peak_memory() >= 0.8 * stages.resident_bytes()
