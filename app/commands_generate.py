@@ -21,7 +21,7 @@ def generate(
     negative_prompt: str | None = typer.Option(None, "--negative-prompt", help="What it must not show."),
     height: int | None = typer.Option(None, "--height", help="Pixels."),
     width: int | None = typer.Option(None, "--width", help="Pixels."),
-    size: str | None = typer.Option(None, "--size", help="WIDTHxHEIGHT, as in 192x192."),
+    size: str | None = typer.Option(None, "--size", help="WIDTHxHEIGHT, as in 96x96."),
     frames: int | None = typer.Option(None, "--frames", help="Number of frames."),
     seed: int | None = typer.Option(None, "--seed", help="0 or more; left out or -1: drawn, and reported."),
     steps: int | None = typer.Option(None, "--steps", help="Denoising steps."),

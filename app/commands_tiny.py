@@ -93,7 +93,7 @@ def sample(
     output: Path = typer.Option(Path("outputs/tiny"), "--output", help="Folder for the clips."),
     seed: int = typer.Option(0, "--seed", help="First seed; each clip takes the next."),
     count: int = typer.Option(4, "--count", help="Number of clips."),
-    size: str = typer.Option("192x192", "--size", help="WIDTHxHEIGHT in pixels."),
+    size: str = typer.Option("96x96", "--size", help="WIDTHxHEIGHT in pixels."),
     frames: int = typer.Option(17, "--frames", help="Frames per clip."),
     fps: int = typer.Option(8, "--fps", help="Frames per second."),
     held_out: bool = typer.Option(False, "--held-out", help="Draw from the combinations never trained on."),

@@ -95,7 +95,7 @@ def parse_size(text: str) -> tuple[int, int]:
     """`WIDTHxHEIGHT` in pixels -> (height, width). Raises ValueError for anything else."""
     found = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\d+)\s*", text)
     if not found:
-        raise ValueError(f"size: got {text!r}; must be WIDTHxHEIGHT in pixels, as in 192x192")
+        raise ValueError(f"size: got {text!r}; must be WIDTHxHEIGHT in pixels, as in 96x96")
     width, height = int(found[1]), int(found[2])
     return height, width
 

@@ -24,7 +24,12 @@ class ForwardContext:
         step: index of the sampling step, or None if nobody said.
         layer: index of the layer.
         dispatch_backend: which diffusers attention backend dense layers use, None for its default.
+        tables: cosines and sines of all tokens [1, tokens, 1, head_dim] in this order, where a layer is handed only
+            those of its own share of the tokens (context parallelism), else None.
+        keep_maps: whether `record` holds on to the block maps themselves.
         records: what every sparse layer kept, filled by the backends as they run.
+        maps: block maps of the layers, for a branch that needs them; whoever uses one takes it out.
+        cache: what layers share during this forward pass, such as the tables of a branch.
     """
 
     grid: TokenGrid
@@ -33,7 +38,11 @@ class ForwardContext:
     step: int | None = None
     layer: int = 0
     dispatch_backend: Any = None
+    tables: tuple[torch.Tensor, torch.Tensor] | None = None
+    keep_maps: bool = False
     records: dict[int, LayerRecord] = field(default_factory=dict)
+    maps: dict[int, BlockMap] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
 
     def first_frame_blocks(self, block_size: int) -> torch.Tensor:
         """Which blocks of `block_size` tokens hold a token of the first frame: bool [blocks] on the CPU."""
@@ -45,16 +54,38 @@ class ForwardContext:
 
     def record(self, block_map: BlockMap) -> None:
         """Note the blocks that this layer kept, for the report."""
-        # Only two numbers are held on to, and the count stays on its device: no layer waits for another.
-        self.records[self.layer] = LayerRecord(block_map.kept_pairs(), block_map.all_pairs())
+        # Only numbers are held on to, and the count stays on its device: no layer waits for another.
+        self.records[self.layer] = LayerRecord(
+            kept=block_map.kept_pairs(),
+            total=block_map.all_pairs(),
+            query_tokens=block_map.query_length,
+            key_tokens=block_map.key_length,
+            query_blocks=block_map.indices.shape[2],
+            key_blocks=block_map.num_key_blocks,
+        )
+        if self.keep_maps:
+            self.maps[self.layer] = block_map
 
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """Pairs of query and key tokens that a layer computed, and that a dense one would."""
+    """What one layer computed in one forward pass.
+
+    Attributes:
+        kept: pairs of query and key tokens that were computed, over batch and heads; int64 scalar.
+        total: pairs that a dense layer computes.
+        query_tokens: queries of one head.
+        key_tokens: keys of one head.
+        query_blocks: blocks of them.
+        key_blocks: blocks of them.
+    """
 
     kept: torch.Tensor
     total: int
+    query_tokens: int
+    key_tokens: int
+    query_blocks: int
+    key_blocks: int
 
     def sparsity(self) -> float:
         """Share of the pairs that was left out."""

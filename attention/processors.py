@@ -3,6 +3,8 @@
 Tokens are laid out in the order of the configuration once per forward pass: after patching, together with the rotary
 tables and, where there is one time per token, the modulation; and put back before the output layer. Everything between
 is attention, which gets the matching tables, or works on each token alone, so the result is that of raster order.
+
+Under Ulysses context parallelism (`parallel.py`) each rank holds a run of the tokens in that same order.
 """
 
 from __future__ import annotations
@@ -15,19 +17,29 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..core.config import ConfigError, require
+from .accounting import flop_sparsity
 from .backends import AttentionBackend, checked_backend, get_backend
+from .branches import MODULE_NAME, BranchInputs, InstalledBranches, LinearBranch
 from .config import AttentionConfig
 from .context import ForwardContext, RotaryTables
 from .grid import TokenGrid, inverse_order
+from .parallel import Ulysses, ulysses_of, ulysses_problems
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+FUSED_NORM_ROPE = "_videospark_norm_rope"
+"""Attribute by which fused blocks (`quantization.fused_block`) offer norm and rotation of queries and keys in one."""
 
 
 class _State:
     """What the hooks and processors of one installation share."""
 
-    def __init__(self, transformer: nn.Module, config: AttentionConfig, sparse: bool) -> None:
+    def __init__(self, transformer: nn.Module, config: AttentionConfig, sparse: bool, keep_maps: bool) -> None:
         self.patch_size: tuple[int, int, int] = tuple(transformer.config.patch_size)  # type: ignore
         self.config = config
         self.sparse = sparse
+        self.keep_maps = keep_maps
+        self.processors: list[SelfAttentionProcessor] = []
         self.step: int | None = None
         self.context: ForwardContext | None = None
         self._orders: dict[tuple[TokenGrid, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -38,8 +50,12 @@ class _State:
             raise RuntimeError("dense_steps is set, but not which step this is; call set_step(index) before each step")
         grid = TokenGrid.from_latents(tuple(latents.shape), self.patch_size)
         order, inverse = self._order(grid, latents.device)
-        self.context = ForwardContext(grid=grid, order=order, inverse=inverse, step=self.step)
+        self.context = ForwardContext(grid=grid, order=order, inverse=inverse, step=self.step, keep_maps=self.keep_maps)
         return self.context
+
+    def ulysses(self) -> Ulysses | None:
+        """The ranks that share the tokens now; diffusers tells the processors, before or after the installation."""
+        return ulysses_of(self.processors[0]._parallel_config) if self.processors else None
 
     def _order(self, grid: TokenGrid, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         # Dense attention gives the same in any order; leaving it alone keeps its results bit for bit.
@@ -59,10 +75,18 @@ class SelfAttentionProcessor:
     _attention_backend: Any = None
     _parallel_config: Any = None
 
-    def __init__(self, layer: int, backend: AttentionBackend, dense: AttentionBackend, state: _State) -> None:
+    def __init__(
+        self,
+        layer: int,
+        backend: AttentionBackend,
+        dense: AttentionBackend,
+        branch: LinearBranch | None,
+        state: _State,
+    ) -> None:
         self.layer = layer
         self.backend = backend
         self.dense = dense
+        self.branch = branch
         self.state = state
 
     def __call__(
@@ -77,20 +101,45 @@ class SelfAttentionProcessor:
 
         Raises:
             RuntimeError: outside a forward pass of the transformer, or with tokens that are not those of its grid.
-            NotImplementedError: an attention mask, encoder states, or context parallelism.
+            NotImplementedError: an attention mask, encoder states, or a context parallelism that cannot be done.
         """
-        self._refuse_unsupported(encoder_hidden_states, attention_mask)
-        context = self._context(rotary_emb, hidden_states.shape[1])
+        self._refuse_unsupported(attn, encoder_hidden_states, attention_mask)
+        ranks = ulysses_of(self._parallel_config)
+        context = self._context(rotary_emb, hidden_states.shape[1] * (1 if ranks is None else ranks.degree))
         if getattr(attn, "fused_projections", False):
             query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
             query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        query, key, value = (tensor.unflatten(2, (attn.heads, -1)) for tensor in (query, key, value))
-        if rotary_emb is not None:
-            query, key = _rotate(query, *rotary_emb), _rotate(key, *rotary_emb)
-        backend = self.dense if self.is_dense(context.step) else self.backend
-        out = backend(query, key, value, context=context, config=self.state.config)
+        dense = self.is_dense(context.step)
+        branch = None if dense else self.branch
+        gate = None if branch is None else branch.gate(hidden_states)
+        heads = slice(0, attn.heads)
+        # Branches and ranks need queries and keys before the rotation.
+        fused = attn.__dict__.get(FUSED_NORM_ROPE)
+        if fused is not None and branch is None and ranks is None and rotary_emb is not None:
+            rotated = tuple(
+                fused(norm, x, rotary_emb, attn.heads) for norm, x in ((attn.norm_q, query), (attn.norm_k, key))
+            )
+            value = value.unflatten(2, (attn.heads, -1))
+        else:
+            query, key = attn.norm_q(query), attn.norm_k(key)
+            query, key, value = (tensor.unflatten(2, (attn.heads, -1)) for tensor in (query, key, value))
+            if ranks is not None:
+                heads, rotary_emb = ranks.heads_of(attn.heads), context.tables
+                query, key, value = (ranks.to_heads(tensor) for tensor in (query, key, value))
+                gate = None if gate is None else ranks.to_heads(gate)
+            rotated = (query, key) if rotary_emb is None else (_rotate(query, *rotary_emb), _rotate(key, *rotary_emb))
+        backend = self.dense if dense else self.backend
+        out = backend(*rotated, value, context=context, config=self.state.config)
+        if branch is not None:
+            assert rotary_emb is not None, "a linear branch needs the rotary tables"
+            block_map = context.maps.pop(self.layer, None)
+            if branch.needs_block_map and block_map is None:
+                name = self.state.config.backend
+                raise RuntimeError(f"exclude_selected: backend {name!r} does not record which blocks it keeps")
+            out = branch(BranchInputs(out, query, key, value, *rotated, gate, rotary_emb, heads, context, block_map))
+        if ranks is not None:
+            out = ranks.to_tokens(out)
         out = out.flatten(2, 3).type_as(query)
         for module in attn.to_out:
             out = module(out)
@@ -110,11 +159,12 @@ class SelfAttentionProcessor:
             raise RuntimeError(f"got {tokens} tokens; must be {context.grid.num_tokens}, those of {context.grid}")
         return dataclasses.replace(context, layer=self.layer, dispatch_backend=self._attention_backend)
 
-    def _refuse_unsupported(self, encoder_states: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+    def _refuse_unsupported(self, attn: Any, encoder_states: torch.Tensor | None, mask: torch.Tensor | None) -> None:
         if encoder_states is not None or mask is not None:
             raise NotImplementedError("self-attention takes neither encoder states nor an attention mask")
-        if self._parallel_config is not None:
-            raise NotImplementedError("context parallelism: remove the attention backend before enabling it")
+        problems = [] if self._parallel_config is None else ulysses_problems(self._parallel_config, attn.heads)
+        if problems:
+            raise NotImplementedError(f"context parallelism: {'; '.join(problems)}")
 
 
 def _rotate(tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -129,19 +179,31 @@ def _rotate(tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 class InstalledAttention:
     """A backend at work in a transformer; made by `install`."""
 
-    def __init__(self, transformer: nn.Module, config: AttentionConfig, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        transformer: nn.Module,
+        config: AttentionConfig,
+        backend: AttentionBackend,
+        branches: InstalledBranches | None = None,
+    ) -> None:
         self.config = config
-        self._transformer = transformer
-        self._state = _State(transformer, config, backend.constraints.sparse)
+        self._branches = branches
+        self._head_dim = int(transformer.config.attention_head_dim)  # type: ignore
+        keep_maps = branches is not None and any(branch.needs_block_map for branch in branches.branches)
+        self._state = _State(transformer, config, backend.constraints.sparse, keep_maps)
         self._layers = [block.attn1 for block in transformer.blocks]  # type: ignore
         self._originals = [layer.processor for layer in self._layers]
-        self._processors: list[SelfAttentionProcessor] = []
+        self._processors = self._state.processors
         dense = get_backend("dense")
         for index, (layer, original) in enumerate(zip(self._layers, self._originals, strict=True)):
-            processor = SelfAttentionProcessor(index, backend, dense, self._state)
+            branch = None if branches is None else branches.branches[index]
+            processor = SelfAttentionProcessor(index, backend, dense, branch, self._state)
             processor._attention_backend = original._attention_backend
+            processor._parallel_config = original._parallel_config
             layer.set_processor(processor)
             self._processors.append(processor)
+        if branches is not None:
+            branches.put_in()
         self._handles = _add_hooks(transformer, self._state)
 
     def set_step(self, index: int) -> None:
@@ -149,65 +211,102 @@ class InstalledAttention:
         require(index >= 0, "step", index, "0 or more")
         self._state.step = index
 
-    def report(self) -> list[dict[str, Any]]:
-        """One row per layer: layer, backend, keep_ratio, nominal_sparsity, actual_sparsity.
+    def set_keep_ratio(self, keep_ratio: float) -> None:
+        """Use another keep ratio from the next forward pass on, for a training that lowers it step by step."""
+        self.config = self._state.config = dataclasses.replace(self.config, keep_ratio=keep_ratio)
 
-        The actual sparsity is the share of token pairs left out in the latest forward pass, None before the first. A
-        layer that is dense by configuration has keep ratio 1; in a dense step only the actual sparsity tells.
+    def report(self) -> list[dict[str, Any]]:
+        """One row per layer.
+
+        `layer`, `backend`, `keep_ratio`, `nominal_sparsity`; `actual_sparsity`, the share of token pairs left out, and
+        `flop_sparsity`, the share of the operations saved with router and branch counted in, both of the latest forward
+        pass and None before the first; `branch`, and where there is one `branch_kernel` ("triton" or "torch"),
+        `branch_kernel_reason` and `branch_weights` ("given" or "initial"). A layer that is dense by configuration has
+        keep ratio 1 and no branch; in a dense step only the two measured sparsities tell.
         """
         context = self._state.context
         rows = []
         for processor in self._processors:
             dense = processor.is_dense(None)
             record = None if context is None else context.records.get(processor.layer)
-            actual = None if context is None else 0.0 if record is None else record.sparsity()
-            rows.append(
-                {
-                    "layer": processor.layer,
-                    "backend": "dense" if dense else self.config.backend,
-                    "keep_ratio": 1.0 if dense else self.config.keep_ratio,
-                    "nominal_sparsity": 0.0 if dense else self.config.sparsity,
-                    "actual_sparsity": actual,
-                }
-            )
+            measured = 0.0 if context is not None else None
+            row = {
+                "layer": processor.layer,
+                "backend": "dense" if dense else self.config.backend,
+                "keep_ratio": 1.0 if dense else self.config.keep_ratio,
+                "nominal_sparsity": 0.0 if dense else self.config.sparsity,
+                "actual_sparsity": measured if record is None else record.sparsity(),
+                "flop_sparsity": measured if record is None else flop_sparsity(self.config, record, self._head_dim),
+                "branch": "none" if dense else self.config.branch,
+            }
+            rows.append(row if dense else {**row, **self._branch_row(processor.branch)})
         return rows
 
+    def _branch_row(self, branch: LinearBranch | None) -> dict[str, Any]:
+        if branch is None or self._branches is None:
+            return {}
+        kernel, reason = branch.kernel_choice(next(branch.parameters()).device.type)
+        weights = "given" if self._branches.given else "initial"
+        return {"branch_kernel": kernel, "branch_kernel_reason": reason, "branch_weights": weights}
+
+    def branch_state(self) -> dict[str, torch.Tensor]:
+        """The tensors of the branches of all layers, not copied, as `install` takes them; empty without a branch."""
+        return {} if self._branches is None else self._branches.state()
+
     def remove(self) -> None:
-        """Put the very processors back that were there before, and take all hooks away. Again is harmless."""
+        """Put the very processors back that were there before; take hooks and branches away. Again is harmless."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._branches is not None:
+            self._branches.take_out()
         for layer, original, processor in zip(self._layers, self._originals, self._processors, strict=True):
             if layer.processor is processor:
-                # A diffusers attention backend chosen meanwhile stays chosen.
+                # A diffusers attention backend or parallelism chosen meanwhile stays chosen.
                 original._attention_backend = processor._attention_backend
+                original._parallel_config = processor._parallel_config
                 layer.set_processor(original)
 
 
-def install(transformer: nn.Module, config: AttentionConfig) -> InstalledAttention:
+def install(
+    transformer: nn.Module,
+    config: AttentionConfig,
+    *,
+    branch_state: dict[str, torch.Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> InstalledAttention:
     """Compute the self-attention of `transformer` as `config` says. Cross-attention is left alone.
+
+    A branch is put into every layer, also into those that `dense_layers` names: which layers run it is a setting, which
+    tensors there are is not.
 
     Args:
         transformer: a diffusers `WanTransformer3DModel` with its stock processors.
         config: the settings.
+        branch_state: tensors of the branch, "blocks.N.attn1.linear_branch.X" for every layer; None starts fresh ones.
+        generator: draws the fresh ones; by default one with a fixed seed, so that they are the same every time.
 
     Raises:
         ConfigError: the transformer is not one this can handle or already has a backend installed, a dense layer does
-            not exist, or the backend does not run on the device, dtype or head size of the transformer.
+            not exist, the backend does not run on the device, dtype or head size of the transformer, a branch beside a
+            dense backend, or tensors of the branch that are missing, unknown or of the wrong shape. The transformer is
+            then unchanged.
     """
     _check_transformer(transformer)
     num_layers = len(transformer.blocks)  # type: ignore
     missing = [index for index in config.dense_layers if index >= num_layers]
     require(not missing, "dense_layers", config.dense_layers, f"indices below {num_layers}, the number of layers")
+    head_dim = int(transformer.config.attention_head_dim)  # type: ignore
     # The projections' own weights may be stored in a narrower type than they compute in; their outputs follow the norm.
     weight = transformer.blocks[0].attn1.norm_q.weight  # type: ignore
     backend = checked_backend(
-        config,
-        device=weight.device.type,
-        dtype=str(weight.dtype).removeprefix("torch."),
-        head_dim=int(transformer.config.attention_head_dim),  # type: ignore
+        config, device=weight.device.type, dtype=str(weight.dtype).removeprefix("torch."), head_dim=head_dim
     )
-    return InstalledAttention(transformer, config, backend)
+    useful = config.branch == "none" or backend.constraints.sparse
+    require(useful, "branch", config.branch, f"'none' with backend {config.backend!r}, which leaves nothing out")
+    layers = [block.attn1 for block in transformer.blocks]  # type: ignore
+    branches = InstalledBranches.build(layers, config, head_dim, branch_state, generator)
+    return InstalledAttention(transformer, config, backend, branches)
 
 
 def _check_transformer(transformer: nn.Module) -> None:
@@ -221,20 +320,36 @@ def _check_transformer(transformer: nn.Module) -> None:
             raise ConfigError("transformer: it has an attention backend installed already; call remove() on that first")
         name = type(processor).__name__
         require(type(processor) is WanAttnProcessor, f"blocks.{index}.attn1.processor", name, "the stock processor")
+        require(
+            MODULE_NAME not in block.attn1._modules,
+            f"blocks.{index}.attn1.{MODULE_NAME}",
+            "a module",
+            "absent: it belongs to a branch that somebody else put in",
+        )
         parallel = processor._parallel_config
-        require(parallel is None, f"blocks.{index}.attn1 parallelism", parallel, "off; the whole sequence is needed")
+        problems = [] if parallel is None else ulysses_problems(parallel, block.attn1.heads)
+        if problems:
+            raise ConfigError(f"blocks.{index}.attn1: context parallelism is enabled: {'; '.join(problems)}")
 
 
 def _add_hooks(transformer: Any, state: _State) -> list[RemovableHandle]:
     """Hooks that begin a context, lay the tokens out, and put them back; in the order the model calls the parts."""
 
-    def rope(module: nn.Module, args: tuple[Any, ...], tables: tuple[torch.Tensor, ...]) -> RotaryTables:
-        context = state.begin(args[0])
+    def rope(module: Any, args: tuple[Any, ...], tables: Tables) -> RotaryTables:
+        context, ranks = state.begin(args[0]), state.ulysses()
+        if ranks is not None:
+            # diffusers has split these already; the layers need all of them, and the order is one of all tokens.
+            tables = type(module).forward(module, *args)
         if context.order is not None:
-            tables = tuple(table.index_select(1, context.order.to(table.device)) for table in tables)
-        return RotaryTables.build((tables[0], tables[1]), context)
+            cos, sin = (table.index_select(1, context.order.to(table.device)) for table in tables)
+            tables = cos, sin
+        if ranks is None:
+            return RotaryTables.build((tables[0], tables[1]), context)
+        state.context = context = dataclasses.replace(context, tables=(tables[0], tables[1]))
+        return RotaryTables.build((ranks.own(tables[0]), ranks.own(tables[1])), context)
 
     def patches(module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+        # Tokens are split only at the first block, so these are all of them.
         order = _current(state).order
         if order is None:
             return out
@@ -245,11 +360,11 @@ def _add_hooks(transformer: Any, state: _State) -> list[RemovableHandle]:
         if order is None or modulation.ndim != 3:
             return out
         # One time per token: the blocks see it laid out, the output layer (out[0]) in raster order.
-        return (out[0], modulation.index_select(1, order.to(modulation.device)), *out[2:])
+        return (out[0], _reordered(modulation, order, state.ulysses()), *out[2:])
 
     def output(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         inverse = _current(state).inverse
-        return args if inverse is None else (args[0].index_select(1, inverse.to(args[0].device)), *args[1:])
+        return args if inverse is None else (_reordered(args[0], inverse, state.ulysses()), *args[1:])
 
     return [
         transformer.rope.register_forward_hook(rope),
@@ -257,6 +372,14 @@ def _add_hooks(transformer: Any, state: _State) -> list[RemovableHandle]:
         transformer.condition_embedder.register_forward_hook(conditions),
         transformer.norm_out.register_forward_pre_hook(output),
     ]
+
+
+def _reordered(tokens: torch.Tensor, order: torch.Tensor, ranks: Ulysses | None) -> torch.Tensor:
+    """Tokens [batch, tokens, ...] in another order; under context parallelism this rank's share, before and after."""
+    order = order.to(tokens.device)
+    if ranks is None:
+        return tokens.index_select(1, order)
+    return ranks.gather(tokens).index_select(1, ranks.own(order[None])[0])
 
 
 def _current(state: _State) -> ForwardContext:

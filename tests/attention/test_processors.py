@@ -8,7 +8,7 @@ from videospark.attention import backends as backends_module
 from videospark.attention.backends import BackendConstraints
 from videospark.core.config import ConfigError
 from videospark.core.numerics import relative_error
-from videospark.tiny.components import build_transformer
+from videospark.tiny.components import LATENT_CHANNELS, build_transformer
 
 SPARSE = AttentionConfig(backend="gather", keep_ratio=0.3, block_size_q=16, block_size_k=16)
 
@@ -25,7 +25,7 @@ def transformer():
 def batch():
     generator = torch.Generator().manual_seed(1)
     return {
-        "hidden_states": torch.randn(2, 8, 5, 16, 16, generator=generator),
+        "hidden_states": torch.randn(2, LATENT_CHANNELS, 5, 16, 16, generator=generator),
         "encoder_hidden_states": torch.randn(2, 24, 128, generator=generator),
         # Different times along the frames, as image-to-video has them: a wrong layout of the times would show.
         "timestep": torch.rand(2, 320, generator=generator) * 1000,
@@ -118,10 +118,12 @@ def test_report_gives_nominal_and_actual_sparsity(transformer, batch):
         rows = handle.report()
     assert [row["layer"] for row in rows] == list(range(6))
     assert rows[0] == {
-        "layer": 0, "backend": "dense", "keep_ratio": 1.0, "nominal_sparsity": 0.0, "actual_sparsity": 0.0
+        "layer": 0, "backend": "dense", "keep_ratio": 1.0, "nominal_sparsity": 0.0, "actual_sparsity": 0.0,
+        "flop_sparsity": 0.0, "branch": "none",
     }  # fmt: skip
     assert rows[1]["backend"] == "gather" and rows[1]["nominal_sparsity"] == pytest.approx(0.7)
     assert rows[1]["actual_sparsity"] == pytest.approx(1 - 6 / 20)
+    assert 0 < rows[1]["flop_sparsity"] < rows[1]["actual_sparsity"]
 
 
 def test_dense_steps_are_dense_and_need_to_know_the_step(transformer, batch):
@@ -200,7 +202,7 @@ def test_backend_constraints_name_reason_and_alternatives(transformer, monkeypat
         constraints = BackendConstraints(devices=("cuda",), head_dims=(128,))
 
     assert "picky" in available_backends()
-    with pytest.raises(ConfigError, match=r"device is cpu, it needs cuda; head size is 64.*can: dense, gather"):
+    with pytest.raises(ConfigError, match=r"device is cpu, it needs cuda; head size is 64.*can: dense, .*gather"):
         install(transformer, dataclasses.replace(SPARSE, backend="picky"))
     with pytest.raises(ConfigError, match="no other backend"):
         register_backend("gather")(Picky)

@@ -1,0 +1,116 @@
+"""The RoLA branch of one layer: its parameters, under the names of the released checkpoints, and what computes it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import torch
+from torch import nn
+
+from ..branches import BranchInputs, LinearBranch, Weight
+from ..config import RoLAConfig
+from .frequencies import select_columns, tables_from_model, tables_from_rounded_angles
+from .fused import LinearForm, linear_branch
+
+TRITON_RANKS = (32, 64, 128)
+TRITON_HEAD_DIMS = (32, 64, 128, 256)
+
+
+class RoLABranch(LinearBranch):
+    """Rotary low-rank attention beside the sparse softmax of one layer; see `RoLAConfig` and `reference.py`.
+
+    Parameters: `proj_q.weight` and `proj_k.weight` [rank, head_dim] (or one such map per head), `gate_proj.weight`
+    [1, head_dim], `gate_bias` [1, heads, 1, 1], and with merge "scaled" `output_scale` [1, heads, 1, 1].
+
+    The maps start from the uniform distribution on +-1/sqrt(head_dim) (Kaiming's with a = sqrt(5)), the gate from its
+    bias alone.
+
+    Args:
+        config: the form.
+        heads: attention heads of the layer.
+        head_dim: their channels.
+        generator: draws the maps; None for PyTorch's own.
+    """
+
+    def __init__(self, config: RoLAConfig, heads: int, head_dim: int, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.head_dim = head_dim
+        self.needs_block_map = config.exclude_selected
+        self.columns = select_columns(config.frequencies, config.rank, head_dim)
+        self.form = LinearForm(config.feature_map, config.normalizer, matched=config.merge == "rms_matched")
+        shape = (heads, config.rank, head_dim) if config.per_head_maps else (config.rank, head_dim)
+        bound = 1.0 / math.sqrt(head_dim)
+        self.proj_q = Weight(torch.empty(shape).uniform_(-bound, bound, generator=generator))
+        self.proj_k = Weight(torch.empty(shape).uniform_(-bound, bound, generator=generator))
+        self.gate_proj = Weight(torch.zeros(1, head_dim))
+        self.gate_bias = nn.Parameter(torch.full((1, heads, 1, 1), config.gate_bias))
+        if config.merge == "scaled":
+            self.output_scale = nn.Parameter(torch.ones(1, heads, 1, 1))
+
+    def gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """g, times the learned size where there is one: float32 [batch, tokens, heads]."""
+        own = hidden_states.unflatten(-1, (-1, self.head_dim))
+        logit = (own @ self.gate_proj.weight[0].to(own.dtype)).float() + self.gate_bias.float().flatten()
+        gate = logit.sigmoid()
+        return gate * self.output_scale.float().flatten() if self.config.merge == "scaled" else gate
+
+    def kernel_choice(self, device: str) -> tuple[str, str]:
+        """ "triton" on CUDA where its kernels know this form, else "torch"; and why."""
+        if device != "cuda":
+            return "torch", f"the device is {device}"
+        faults = [
+            text
+            for fault, text in (
+                (self.config.rank not in TRITON_RANKS, f"rank {self.config.rank}"),
+                (self.head_dim not in TRITON_HEAD_DIMS, f"head size {self.head_dim}"),
+                (self.config.normalizer == "denominator", "normalizer 'denominator'"),
+                (self.config.exclude_selected, "exclude_selected"),
+                (importlib.util.find_spec("triton") is None, "triton not installed"),
+            )
+            if fault
+        ]
+        if faults:
+            return "torch", f"the Triton kernels do not know {', '.join(faults)}"
+        return "triton", "the device is cuda"
+
+    def tables(self, inputs: BranchInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the pairs of features, float32 [tokens, rank / 2]; made once per forward pass."""
+        context, device = inputs.context, inputs.query.device
+        key = ("rola", self.columns, self.config.angle_dtype, device)
+        if key not in context.cache:
+            if self.config.angle_dtype == "bfloat16":
+                made = tables_from_rounded_angles(context.grid, context.order, self.head_dim, self.columns, device)
+            else:
+                made = tables_from_model(*inputs.rotary, self.columns)
+            context.cache[key] = made
+        tables: tuple[torch.Tensor, torch.Tensor] = context.cache[key]
+        return tables
+
+    def forward(self, inputs: BranchInputs) -> torch.Tensor:
+        """The merged output, like `inputs.sparse`."""
+        cos, sin = self.tables(inputs)
+        maps = (self.proj_q.weight, self.proj_k.weight)
+        if self.config.per_head_maps:
+            maps = (maps[0][inputs.heads], maps[1][inputs.heads])
+        assert inputs.gate is not None
+        if self.kernel_choice(inputs.query.device.type)[0] == "triton":
+            from .triton_kernels import rola_triton
+
+            return rola_triton(
+                self.form, inputs.sparse, inputs.query, inputs.key, inputs.value, inputs.gate, *maps, cos, sin
+            )
+        return linear_branch(
+            self.form,
+            inputs.sparse,
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            gate=inputs.gate,
+            map_q=maps[0],
+            map_k=maps[1],
+            cos=cos,
+            sin=sin,
+            excluded=inputs.block_map if self.config.exclude_selected else None,
+        )
