@@ -1,0 +1,214 @@
+"""A pipeline that stays loaded and makes one clip after the other, each with its own recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.config import ConfigError
+from ..pipelines.acceleration import accelerate, restore, state_of
+from ..pipelines.generation import (
+    CleanLatentsCallback,
+    GenerationRequest,
+    GenerationResult,
+    StepCallback,
+    decode,
+    generate,
+    resolve_request,
+)
+from ..pipelines.recipe import Recipe, resolve
+from .model_folder import stand_in
+
+RECIPE_FILE = "videospark_recipe.json"
+_WHOLE_BYTES = 2**20
+_SAMPLES = 16
+
+
+class Engine:
+    """One loaded pipeline on one device. Not for two threads at once: whoever owns it takes turns.
+
+    Args:
+        model: a folder of the diffusers layout, or an id on the Hub.
+        device: where it runs; None picks the best one.
+        load: loads the pipeline, as `pipelines.loading.load` does; called by `load()` alone.
+    """
+
+    def __init__(self, model: str, device: Any = None, load: Callable[..., Any] | None = None) -> None:
+        self.model, self.device = model, device
+        self.pipe: Any = None
+        self._load = load
+        self._own_recipe: Recipe | None = None
+
+    def load(self) -> None:
+        """Reads the weights and applies the model's own recipe; does nothing when called again."""
+        if self.pipe is not None:
+            return
+        if self._load is None:
+            from ..pipelines.loading import load
+
+            self._load = load
+        pipe = self._load(self.model, device=self.device)
+        pipe.set_progress_bar_config(disable=True)
+        state = state_of(pipe)
+        self._own_recipe = state.recipe if state is not None else None
+        self.pipe = pipe
+
+    def run(
+        self,
+        request: GenerationRequest,
+        recipe: str | Recipe | None = None,
+        *,
+        on_step: StepCallback | None = None,
+        on_clean_latents: CleanLatentsCallback | None = None,
+    ) -> GenerationResult:
+        """Makes one clip; the errors are those of `generate` and `accelerate`.
+
+        Args:
+            request: what to make.
+            recipe: how; None is the model's own, where it has one.
+            on_step: see `generate`.
+            on_clean_latents: see `generate`.
+        """
+        self.load()
+        self._apply(recipe)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # all of them are in the result: notes and unknown words
+            return generate(self.pipe, request, on_step=on_step, on_clean_latents=on_clean_latents)
+
+    def resolve(self, request: GenerationRequest, recipe: str | Recipe | None = None) -> GenerationRequest:
+        """The request with every setting filled in and checked, as this recipe would run it; loads the model."""
+        self.load()
+        chosen = resolve(recipe) if recipe is not None else (self._own_recipe or Recipe("dense"))
+        return resolve_for(self.pipe, request, chosen)
+
+    def preview(self, latents: torch.Tensor) -> np.ndarray:
+        """A picture, uint8 [H, W, 3], of clean latents [1, C, F, H', W']: their middle frame, decoded alone."""
+        middle = latents.shape[2] // 2
+        return decode(self.pipe, latents[:, :, middle : middle + 1])[0]
+
+    def free_memory(self) -> None:
+        """Gives back what a failed run left: call it outside of the `except` that still holds its frames."""
+        gc.collect()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def _apply(self, recipe: str | Recipe | None) -> None:
+        wanted = resolve(recipe) if recipe is not None else self._own_recipe
+        state = state_of(self.pipe)
+        if (state.recipe if state is not None else None) == wanted:
+            return
+        restore(self.pipe)
+        if wanted is None:
+            return
+        try:
+            accelerate(self.pipe, wanted)
+        except BaseException:
+            if self._own_recipe is not None:
+                accelerate(self.pipe, self._own_recipe)  # a refused recipe leaves the model as it was loaded
+            raise
+
+
+def resolve_for(pipe: Any, request: GenerationRequest, recipe: Recipe) -> GenerationRequest:
+    """`resolve_request` that also refuses what only shows when it runs: training that is lacking, pictures.
+
+    Args:
+        pipe: a pipeline or a stand-in for one.
+        request: what to fill in.
+        recipe: as if this one were applied.
+    """
+    provided = (getattr(pipe, "videospark_defaults", None) or {}).get("provides", [])
+    if recipe.requires is not None and recipe.requires not in provided:
+        raise ConfigError(
+            f"recipe: got {recipe.name!r}, which needs weights trained for {recipe.requires!r}; must be one that this "
+            f"model can run: it declares {', '.join(provided) or 'no such training'}"
+        )
+    kind = getattr(pipe, "pipeline_class", type(pipe)).__name__
+    both = bool(getattr(pipe.config, "expand_timesteps", False))
+    if not both and (request.image is not None) != (kind == "WanImageToVideoPipeline"):
+        wish = "none, and a model that begins with one" if request.image is None else "one for a model without"
+        raise ConfigError(f"image: got {wish}; must fit the model, which is a {kind}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # given again with the result, as its notes
+        return resolve_request(pipe, request, recipe)
+
+
+def planned_pipeline(model: str) -> tuple[Any, Recipe] | None:
+    """What is known of a model folder without its weights: a stand-in for its pipeline, and its own recipe.
+
+    None for an id on the Hub, whose configurations are not here yet.
+    """
+    from ..pipelines.loading import read_defaults
+
+    planned = stand_in(model)
+    if planned is None:
+        return None
+    import diffusers
+
+    folder = Path(model)
+    name = getattr(planned.config, "_class_name", "WanPipeline")
+    planned.pipeline_class = getattr(diffusers, name, diffusers.WanPipeline)
+    defaults = folder / "videospark_defaults.json"
+    planned.videospark_defaults = read_defaults(defaults if defaults.is_file() else None)
+    own = folder / RECIPE_FILE
+    return planned, resolve(own) if own.is_file() else Recipe("dense")
+
+
+def usable_recipes(pipe: Any) -> list[Recipe]:
+    """The presets that this pipeline, or a stand-in for it, may run: those whose training the weights declare."""
+    from ..pipelines.recipe import preset, preset_names
+
+    provided = (getattr(pipe, "videospark_defaults", None) or {}).get("provides", [])
+    recipes = [preset(name) for name in preset_names()]
+    two_experts = getattr(pipe.config, "boundary_ratio", None)
+    return [
+        recipe
+        for recipe in recipes
+        if recipe.requires in (None, *provided) and recipe.sampler.boundary_ratio in (None, two_experts)
+    ]
+
+
+def model_fingerprint(model: str) -> str:
+    """A short text that changes when the files of a model folder do; the id itself of one on the Hub.
+
+    Large files are looked at in 16 places besides their length: retrained weights differ in all of them, and a folder
+    of many GB is read in a moment.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return model
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            if size <= _WHOLE_BYTES:
+                digest.update(stream.read())
+                continue
+            for place in range(_SAMPLES):
+                stream.seek((size - _WHOLE_BYTES // _SAMPLES) * place // (_SAMPLES - 1))
+                digest.update(stream.read(_WHOLE_BYTES // _SAMPLES))
+    return digest.hexdigest()[:16]
+
+
+def request_settings(request: GenerationRequest) -> dict[str, Any]:
+    """The request as plain data that names its picture by content, so that a moved file is the same picture."""
+    settings = dataclasses.asdict(dataclasses.replace(request, image=None))
+    if isinstance(request.image, (str, Path)):
+        settings["image"] = hashlib.sha256(Path(request.image).read_bytes()).hexdigest()
+    return settings
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory ran out, on a GPU or on the CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("not enough memory" in text or "out of memory" in text)
