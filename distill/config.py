@@ -35,6 +35,7 @@ class ModelConfig:
         flow_shift: shift of the noise levels that training draws; None takes that of the teacher's scheduler.
         guidance_scale: of the teacher (1 means none); the student needs none.
         max_sequence_length: prompts are padded to so many tokens; None takes that of the teacher's defaults, or 512.
+        export_dtype: in which the finished student is saved.
     """
 
     teacher: str = "tiny"
@@ -44,6 +45,7 @@ class ModelConfig:
     flow_shift: float | None = None
     guidance_scale: float = 5.0
     max_sequence_length: int | None = None
+    export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
     def __post_init__(self) -> None:
         require(bool(self.teacher.strip()), "teacher", self.teacher, "a folder, a Hub id or 'tiny'")

@@ -78,6 +78,10 @@ class Method:
         """Roles that iteration `step` updates, in this order."""
         return ("student",)
 
+    def round_length(self, role: str) -> int:
+        """Updates of a role after which it has been asked at every noise level that it is trained at."""
+        return 1
+
     def keep_ratio(self, step: int) -> float:
         """Keep ratio of the student's attention in iteration `step`."""
         return self.config.attention.keep_ratio

@@ -9,8 +9,8 @@ With the student's knots k_0 > ... > k_N = 0 and a crossover c = k_j:
 
 High noise decides what is in the clip, and matching trajectories there keeps the teacher's variety; low noise decides
 how it looks, and matching distributions there keeps it sharp. The coupling is that the lower steps start from x_c as
-the student makes it: the state at c is rolled out from noise by the student's steps 1 ... j, without gradient, so step 1
-to j learn from PCM alone and the later ones from DMD alone.
+the student makes it: the state at c is rolled out from noise by the student's steps 1 ... j, without gradient, so
+steps 1 to j learn from PCM alone and the later ones from DMD alone.
 
 j = 0 is DMD on all steps, j = N is PCM on all phases; then neither roll-out nor critic is there.
 
@@ -63,6 +63,9 @@ class CrossDistill(Method):
             return ("student",)
         cycle = self.config.dmd.critic_updates + 1
         return ("student",) if self._since_stage(step) % cycle == cycle - 1 else ("critic",)
+
+    def round_length(self, role: str) -> int:
+        return max(1, len(self.steps))
 
     def _since_stage(self, step: int) -> int:
         return step - self.settings.staged_steps

@@ -178,6 +178,9 @@ class DMD(Method):
     def provides(self) -> tuple[str, ...]:
         return ("few-step",)
 
+    def round_length(self, role: str) -> int:
+        return self.matching.num_steps
+
     def updates(self, step: int) -> tuple[str, ...]:
         cycle = self.config.dmd.critic_updates + 1
         return ("student",) if step % cycle == cycle - 1 else ("critic",)

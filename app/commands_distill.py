@@ -1,0 +1,159 @@
+"""`videospark distill`: prepare data, train sparse and few-step students, list the settings that come along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from .console import FAILED, check_writable, dump_json, guarded, parse_size, require_at_least
+
+app = typer.Typer(help="Train sparse and few-step students.", no_args_is_help=True)
+
+
+@app.command("recipes")
+@guarded
+def recipes(
+    show: str | None = typer.Option(None, "--show", help="Print the file of this name: copy it and change it."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON: name -> settings."),
+) -> None:
+    """The training settings that come with the package."""
+    from ..core.config import ConfigError, to_dict
+    from ..distill.run import example_configs, load_config
+
+    known = example_configs()
+    if show is not None:
+        if show not in known:
+            raise ConfigError(f"show: got {show!r}; must be one of {', '.join(known)}")
+        typer.echo(known[show].read_text(encoding="utf-8"), nl=False)
+        return
+    configs = {name: load_config(name) for name in known}
+    if as_json:
+        typer.echo(dump_json({name: to_dict(config) for name, config in configs.items()}), nl=False)
+        return
+    width = max(len(name) for name in configs)
+    for name, config in configs.items():
+        typer.echo(f"{name:<{width}}  {config.method:<13}  {config.description}")
+
+
+@app.command("prepare")
+@guarded
+def prepare(
+    output: Path = typer.Option(..., "--output", help="Folder for the prepared data; what is there already is kept."),
+    model: str = typer.Option("tiny", "--model", help="The teacher: a folder, a Hub id, or 'tiny'."),
+    clips: Path | None = typer.Option(None, "--clips", help="Folder of videos, or a CSV/JSONL with path and caption."),
+    prompts: Path | None = typer.Option(None, "--prompts", help="Prompt list; the teacher makes the clips."),
+    tiny_world: int | None = typer.Option(None, "--tiny-world", help="So many clips of the tiny model's own world."),
+    size: str | None = typer.Option(None, "--size", help="WIDTHxHEIGHT in pixels; default: the model's."),
+    frames: int | None = typer.Option(None, "--frames", help="Frames per clip; default: the model's."),
+    fps: float | None = typer.Option(None, "--fps", help="Frames per second taken from videos; default: the model's."),
+    negative_prompt: str = typer.Option("", "--negative-prompt", help="Of the unguided half of the teacher."),
+    steps: int | None = typer.Option(None, "--steps", help="Steps of the teacher, with --prompts."),
+    guidance_scale: float | None = typer.Option(None, "--guidance-scale", help="Of the teacher, with --prompts."),
+    seed: int = typer.Option(0, "--seed", help="Of the teacher's noise, with --prompts."),
+    shard_size: int = typer.Option(64, "--shard-size", help="Clips per file."),
+    device: str | None = typer.Option(None, "--device", help="cpu, cuda, ...; default: the best one."),
+) -> None:
+    """Encode clips and captions into latents and prompt embeddings. Interrupted, it goes on where it was.
+
+    Exit code 1 where some clips could not be used; bad.jsonl lists them with the reason.
+    """
+    chosen = [name for name, value in (("clips", clips), ("prompts", prompts), ("tiny-world", tiny_world)) if value]
+    if len(chosen) != 1:
+        raise ValueError(f"source: got {', '.join(chosen) or 'none'}; must be one of --clips, --prompts, --tiny-world")
+    least: tuple[tuple[str, Any, float], ...] = (
+        ("frames", frames, 1), ("steps", steps, 1), ("seed", seed, 0), ("shard-size", shard_size, 1),
+        ("tiny-world", tiny_world, 1), ("guidance-scale", guidance_scale, 0),
+    )  # fmt: skip
+    for name, value, minimum in least:
+        require_at_least(name, value, minimum)
+    for path, name in ((clips, "clips"), (prompts, "prompts")):
+        if path is not None and not path.exists():
+            raise FileNotFoundError(f"{name}: got {str(path)!r}; no such file or folder")
+    check_writable(output / "dataset.json", "output")
+
+    from ..core.devices import default_dtype, pick_device
+    from ..distill import prepare as source
+    from ..distill.run import DEFAULT_SEQUENCE_LENGTH, stock_pipeline
+
+    target = pick_device(device)
+    pipe = stock_pipeline(model, default_dtype(target))
+    pipe.to(target)
+    pipe.set_progress_bar_config(disable=True)
+    defaults = pipe.videospark_defaults
+    if size is not None:
+        height, width = parse_size(size)
+    else:
+        height, width = (_default(defaults, name, "--size") for name in ("height", "width"))
+    clip_size = source.ClipSize(
+        height=height,
+        width=width,
+        num_frames=frames or _default(defaults, "num_frames", "--frames"),
+        fps=fps or defaults.get("fps"),
+    )
+    sampling = None
+    if clips is not None:
+        kind = "clips"
+        items = (source.clips_from_folder if clips.is_dir() else source.clips_from_table)(clips, clip_size)
+    elif prompts is not None:
+        kind = "prompts"
+        items = source.prompts_from_file(prompts)
+        scale = guidance_scale if guidance_scale is not None else defaults.get("guidance_scale", 5.0)
+        sampling = source.TeacherSampling(steps or defaults.get("num_inference_steps", 50), scale, seed)
+    else:
+        assert tiny_world is not None
+        kind = "tiny-world"
+        items = source.clips_from_tiny_world(tiny_world, clip_size)
+    report = source.prepare(
+        pipe,
+        items,
+        output,
+        source=kind,
+        model=model,
+        size=clip_size,
+        max_sequence_length=int(defaults.get("max_sequence_length", DEFAULT_SEQUENCE_LENGTH)),
+        negative_prompt=negative_prompt,
+        sampling=sampling,
+        shard_size=shard_size,
+        progress=_print_progress,
+    )
+    typer.echo(f"{output}: {report.total} clips, {report.made} of them new")
+    if report.bad:
+        typer.echo(f"{len(report.bad)} clips could not be used: {output / source.BAD_FILE}", err=True)
+        raise typer.Exit(FAILED)
+
+
+def _default(defaults: dict[str, Any], name: str, option: str) -> int:
+    if name not in defaults:
+        raise ValueError(f"{name}: got nothing; must be given by {option}, as the model has no default")
+    return int(defaults[name])
+
+
+def _print_progress(done: int, total: int) -> None:
+    if done == total or done % max(1, total // 20) == 0:
+        typer.echo(f"{done}/{total}", err=True)
+
+
+@app.command("run")
+@guarded
+def run(
+    config: str = typer.Argument(help="A .toml file, or a name from `videospark distill recipes`."),
+    resume: bool = typer.Option(False, "--resume", help="Go on from the newest complete checkpoint."),
+    output: str | None = typer.Option(None, "--output", help="Folder of the run, instead of the file's."),
+    data: str | None = typer.Option(None, "--data", help="Folder of the prepared data, instead of the file's."),
+    device: str | None = typer.Option(None, "--device", help="cpu to stay on the CPU; default: what accelerate finds."),
+) -> None:
+    """Train a student; at the end OUTPUT/student is a model that `videospark generate --model` takes."""
+    if device not in (None, "cpu"):
+        raise ValueError(f"device: got {device!r}; must be cpu or left out (`accelerate launch` chooses among GPUs)")
+
+    from ..distill.run import load_config, with_overrides
+    from ..distill.run import run as run_training
+
+    settings = with_overrides(load_config(config), output=output, data=data)
+    check_writable(Path(settings.folder) / "config.toml", "output")
+    result = run_training(settings, resume=resume, device=device)
+    if result.student is not None:
+        typer.echo(f"{result.training.step} steps ({result.training.reason})", err=True)
+        typer.echo(str(result.student))

@@ -1,0 +1,180 @@
+"""The stock Wan transformer, or its two experts, as one velocity field; and a recorder of what its layers give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..attention.config import AttentionConfig
+from ..attention.grid import TokenGrid, inverse_order
+from ..core.config import require
+from .flow import Condition, VelocityField
+
+EXPERTS = ("transformer", "transformer_2")
+
+
+class Denoiser(nn.Module):
+    """Velocity of noisy latents, by the expert that the noise level belongs to.
+
+    Args:
+        experts: "transformer" and, for Wan 2.2, "transformer_2" for the levels below the boundary.
+        boundary_ratio: share of the largest time from which on "transformer" is asked; None with one expert.
+        expand_timesteps: the model takes one time per token, so a first frame can be given at time 0.
+        num_train_timesteps: time of the noise level 1.
+    """
+
+    def __init__(
+        self,
+        experts: Mapping[str, nn.Module],
+        *,
+        boundary_ratio: float | None,
+        expand_timesteps: bool,
+        num_train_timesteps: int = 1000,
+    ) -> None:
+        super().__init__()
+        two = len(experts) == 2
+        require(two == (boundary_ratio is not None), "boundary_ratio", boundary_ratio, "given for two experts alone")
+        for name, expert in experts.items():
+            settings: Any = expert.config
+            rule = f"{settings.out_channels}, as many as it gives: conditions in extra channels cannot be trained yet"
+            same = settings.in_channels == settings.out_channels
+            require(same, f"{name}.in_channels", settings.in_channels, rule)
+        self.experts = nn.ModuleDict(experts)
+        self.boundary_ratio = boundary_ratio
+        self.expand_timesteps = expand_timesteps
+        self.num_train_timesteps = num_train_timesteps
+
+    def forward(
+        self,
+        latents: torch.Tensor,
+        sigma: torch.Tensor,
+        prompt_embeds: torch.Tensor,
+        first_frame: torch.Tensor | None = None,
+        keeps_first: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Velocity, float32 [B, C, F, h, w]; zero in a first frame that is given.
+
+        Args:
+            latents: [B, C, F, h, w].
+            sigma: noise levels, float32 [B].
+            prompt_embeds: [B, S, text_dim].
+            first_frame: clean first latent frame [B, C, 1, h, w], or None.
+            keeps_first: bool [B], which clips use it.
+        """
+        condition = Condition(prompt_embeds, prompt_embeds[:1], first_frame, keeps_first)
+        latents = condition.hold(latents)
+        if self.boundary_ratio is None:
+            velocity = self._ask("transformer", latents, sigma, condition)
+        else:
+            high = sigma >= self.boundary_ratio
+            if bool(high.all()) or not bool(high.any()):
+                name = EXPERTS[0] if bool(high[0]) else EXPERTS[1]
+                velocity = self._ask(name, latents, sigma, condition)
+            else:
+                velocity = torch.empty(latents.shape, dtype=torch.float32, device=latents.device)
+                for name, chosen in zip(EXPERTS, (high, ~high), strict=True):
+                    part = self._ask(name, latents[chosen], sigma[chosen], _rows(condition, chosen))
+                    velocity = velocity.index_put((chosen.nonzero().flatten(),), part)
+        return condition.still(velocity)
+
+    def _ask(self, name: str, latents: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> torch.Tensor:
+        expert: Any = self.experts[name]
+        dtype = expert.dtype
+        time = self._times(expert, latents, sigma, condition)
+        out = expert(latents.to(dtype), time, condition.prompt_embeds.to(dtype), return_dict=False)[0]
+        return out.float()
+
+    def _times(self, expert: Any, latents: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> torch.Tensor:
+        """Network times [B], or [B, tokens] where a first frame is given; with equal times both agree."""
+        time = sigma * self.num_train_timesteps
+        if condition.keeps_first is None:
+            return time
+        require(self.expand_timesteps, "image_share", "more than 0", "0 for a model without one time per token")
+        p_t, p_h, p_w = expert.config.patch_size
+        frames, per_frame = latents.shape[2] // p_t, (latents.shape[3] // p_h) * (latents.shape[4] // p_w)
+        rows = time[:, None].repeat(1, frames)
+        rows[:, 0] = torch.where(condition.keeps_first, torch.zeros_like(time), rows[:, 0])
+        return rows.repeat_interleave(per_frame, dim=1)
+
+
+def _rows(condition: Condition, chosen: torch.Tensor) -> Condition:
+    first, keeps = condition.first_frame, condition.keeps_first
+    return Condition(
+        condition.prompt_embeds[chosen],
+        condition.negative_embeds,
+        None if first is None else first[chosen],
+        None if keeps is None else keeps[chosen],
+    )
+
+
+def as_field(module: nn.Module) -> VelocityField:
+    """The velocity field of a `Denoiser`, wrapped or not."""
+
+    def field(latents: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> torch.Tensor:
+        out = module(latents, sigma, condition.prompt_embeds, condition.first_frame, condition.keeps_first)
+        return out.float()
+
+    return field
+
+
+def as_averaged_field(module: nn.Module, values: Mapping[str, torch.Tensor]) -> VelocityField:
+    """The field of a `Denoiser` with some of its parameters replaced by `values`; never has a gradient."""
+
+    def field(latents: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> torch.Tensor:
+        arguments = (latents, sigma, condition.prompt_embeds, condition.first_frame, condition.keeps_first)
+        with torch.no_grad():
+            out: torch.Tensor = torch.func.functional_call(module, dict(values), arguments)
+        return out.float()
+
+    return field
+
+
+class LayerRecorder:
+    """Keeps the self-attention outputs of the latest pass of a `Denoiser`, in raster order.
+
+    Attributes:
+        outputs: [B, tokens, dim] by "expert.layer".
+    """
+
+    def __init__(self, denoiser: Denoiser, attention: AttentionConfig | None = None) -> None:
+        self.outputs: dict[str, torch.Tensor] = {}
+        self._handles: list[RemovableHandle] = [denoiser.register_forward_pre_hook(lambda *_: self.outputs.clear())]
+        for name, expert in denoiser.experts.items():
+            inverse = _InverseOrder(attention, tuple(expert.config.patch_size))  # type: ignore[union-attr, arg-type]
+            self._handles.append(expert.register_forward_pre_hook(inverse.look))
+            for index, block in enumerate(expert.blocks):  # type: ignore[union-attr, arg-type]
+                hook = self._keeper(f"{name}.{index}", inverse)
+                self._handles.append(block.attn1.register_forward_hook(hook))  # type: ignore[union-attr]
+
+    def _keeper(self, key: str, inverse: _InverseOrder) -> Any:
+        def keep(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            self.outputs[key] = inverse.apply(out)
+
+        return keep
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _InverseOrder:
+    """Puts tokens that an attention backend laid out back into raster order."""
+
+    def __init__(self, attention: AttentionConfig | None, patch_size: tuple[int, int, int]) -> None:
+        self._attention, self._patch_size = attention, patch_size
+        self._inverse: torch.Tensor | None = None
+
+    def look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._attention is None or self._attention.token_order == "raster":
+            return
+        grid = TokenGrid.from_latents(tuple(args[0].shape), self._patch_size)
+        order = grid.order(self._attention.token_order, self._attention.tile)
+        self._inverse = None if order is None else inverse_order(order)
+
+    def apply(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens if self._inverse is None else tokens.index_select(1, self._inverse.to(tokens.device))
