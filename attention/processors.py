@@ -10,6 +10,8 @@ Under Ulysses context parallelism (`parallel.py`) each rank holds a run of the t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -252,6 +254,18 @@ class InstalledAttention:
     def branch_state(self) -> dict[str, torch.Tensor]:
         """The tensors of the branches of all layers, not copied, as `install` takes them; empty without a branch."""
         return {} if self._branches is None else self._branches.state()
+
+    @contextmanager
+    def without_branches(self) -> Iterator[None]:
+        """The transformer as its own class knows it, for saving: the branches are no submodules of it meanwhile."""
+        if self._branches is None:
+            yield
+            return
+        self._branches.take_out()
+        try:
+            yield
+        finally:
+            self._branches.put_in()
 
     def remove(self) -> None:
         """Put the very processors back that were there before; take hooks and branches away. Again is harmless."""

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..attention.processors import InstalledAttention, install
-from ..core.config import ConfigError, to_dict
+from ..core.config import ConfigError, require, to_dict
+from ..quantization import convert
+from ..quantization.convert import HotChannels, InstalledQuantization
 from .recipe import Recipe, resolve
 from .scheduling_few_step import FewStepScheduler
 
@@ -28,6 +30,7 @@ class AccelerationReport:
         modules: the denoisers that were changed.
         layers: one row per self-attention layer; `actual_sparsity` is filled by the first forward pass.
         notes: what the user should know, also given as warnings.
+        quantization: by denoiser, the quantization report as plain data; empty where nothing is quantized or fused.
     """
 
     recipe: dict[str, Any]
@@ -35,6 +38,7 @@ class AccelerationReport:
     modules: list[str]
     layers: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
+    quantization: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -44,6 +48,7 @@ class AccelerationReport:
             "modules": list(self.modules),
             "layers": [dict(row) for row in self.layers],
             "notes": list(self.notes),
+            "quantization": {name: dict(report) for name, report in self.quantization.items()},
         }
 
     def __str__(self) -> str:
@@ -52,7 +57,16 @@ class AccelerationReport:
         widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in cells]
         head = f"recipe {self.recipe['name']}; scheduler {self.scheduler[0]} -> {self.scheduler[1]}"
-        return "\n".join([head, *lines, *self.notes])
+        precision = [_precision_line(name, report) for name, report in self.quantization.items()]
+        return "\n".join([head, *lines, *precision, *self.notes])
+
+
+def _precision_line(name: str, report: Mapping[str, Any]) -> str:
+    before, after = report["bytes_before"] / 2**20, report["bytes_after"] / 2**20
+    kept = len(report["layers"]) - report["num_quantized"]
+    layers = f"{report['num_quantized']} layers" + (f", {kept} kept" if kept else "")
+    text = f"{name}: {report['config'].get('mode', 'none')}, {layers}, {before:.1f} -> {after:.1f} MiB"
+    return f"{text}, engine {report['engine']}; fused: {report['fused']}"
 
 
 def _cell(value: Any) -> str:
@@ -70,6 +84,9 @@ class AccelerationState:
     installed: dict[str, InstalledAttention]
     hooks: list[Any]
     notes: list[str]
+    quantized: dict[str, InstalledQuantization] = field(default_factory=dict)
+    borrowed: tuple[str, ...] = ()
+    """Denoisers that were loaded in eight bits: `restore` leaves them so, as there is nothing to go back to."""
 
 
 def state_of(pipe: Any) -> AccelerationState | None:
@@ -82,14 +99,30 @@ def attach_state(pipe: Any, state: AccelerationState | None) -> None:
     object.__setattr__(pipe, _STATE, state)
 
 
-def accelerate(pipe: Any, recipe: Recipe | str | Path | Mapping[str, Any]) -> AccelerationReport:
-    """Changes self-attention of every denoiser, and the scheduler where the recipe asks for it.
+def accelerate(
+    pipe: Any,
+    recipe: Recipe | str | Path | Mapping[str, Any],
+    *,
+    allow_untrained: bool = False,
+    hot_channels: Mapping[str, HotChannels] | None = None,
+    branch_state: Mapping[str, dict[str, Any]] | None = None,
+) -> AccelerationReport:
+    """Changes self-attention and precision of every denoiser, and the scheduler where the recipe asks for it.
 
-    Cross-attention, text encoder and VAE stay as they are. `restore` brings the very same objects back.
+    Text encoder and VAE stay as they are. `restore` brings the very same objects back.
+
+    Args:
+        pipe: a Wan pipeline of diffusers.
+        recipe: what to change.
+        allow_untrained: apply a recipe that needs trained weights to a checkpoint that does not declare them; this
+            warns, and the report notes it.
+        hot_channels: by denoiser, what `find_hot_channels` found; for recipes with `quantization.hot_channels`.
+        branch_state: by denoiser, the tensors of a linear branch, as `InstalledAttention.branch_state` gives them; fresh
+            ones where it is left out.
 
     Raises:
-        ConfigError: the pipeline is accelerated already, has no denoiser, or cannot run this recipe. The pipeline
-            is then unchanged.
+        ConfigError: the pipeline is accelerated already, has no denoiser, lacks the training that the recipe requires,
+            or cannot run this recipe. The pipeline is then unchanged.
     """
     recipe = resolve(recipe)
     if (present := state_of(pipe)) is not None:
@@ -100,12 +133,18 @@ def accelerate(pipe: Any, recipe: Recipe | str | Path | Mapping[str, Any]) -> Ac
     experts = {name: module for name in EXPERTS if (module := getattr(pipe, name, None)) is not None}
     if not experts:
         raise ConfigError(f"pipeline: got {type(pipe).__name__} without a transformer; must be a Wan pipeline")
-    state = AccelerationState(recipe, pipe.scheduler, {}, [], _notes(pipe, recipe))
+    _check_boundary(pipe, recipe)
+    unknown = sorted(set(hot_channels or {}) - set(experts))
+    require(not unknown, "hot_channels", unknown, f"by denoiser: {', '.join(experts)}")
+    foreign = sorted(set(branch_state or {}) ^ set(experts)) if branch_state is not None else []
+    require(not foreign, "branch_state", foreign, f"for each denoiser, and no other: {', '.join(experts)}")
+    state = AccelerationState(recipe, pipe.scheduler, {}, [], _training_notes(pipe, recipe, allow_untrained))
     scheduler = build_scheduler(pipe.scheduler, recipe)
     try:
         for name, module in experts.items():
-            state.installed[name] = install(module, recipe.attention)
-            state.hooks.append(_follow_steps(pipe, module, state.installed[name]))
+            state.installed[name] = install(module, recipe.attention, branch_state=(branch_state or {}).get(name))
+            _quantize(name, module, state, (hot_channels or {}).get(name))
+            state.hooks.append(_follow_steps(pipe, module, state))
         if scheduler is not pipe.scheduler:
             pipe.scheduler = scheduler
     except BaseException:
@@ -135,7 +174,8 @@ def current_report(pipe: Any) -> AccelerationReport | None:
         return None
     rows = [{"module": name, **row} for name, installed in state.installed.items() for row in installed.report()]
     names = (type(state.original_scheduler).__name__, type(pipe.scheduler).__name__)
-    return AccelerationReport(to_dict(state.recipe), names, list(state.installed), rows, list(state.notes))
+    precision = {name: installed.report().to_dict() for name, installed in state.quantized.items()}
+    return AccelerationReport(to_dict(state.recipe), names, list(state.installed), rows, list(state.notes), precision)
 
 
 def build_scheduler(scheduler: Any, recipe: Recipe) -> Any:
@@ -157,30 +197,67 @@ def build_scheduler(scheduler: Any, recipe: Recipe) -> Any:
     )
 
 
-def _notes(pipe: Any, recipe: Recipe) -> list[str]:
+def _quantize(name: str, module: Any, state: AccelerationState, hot: HotChannels | None) -> None:
+    """Quantize and fuse one denoiser, or take over one that was loaded in eight bits."""
+    config = state.recipe.quantization
+    present = convert.state_of(module)
+    if present is None:
+        if config.active:
+            state.quantized[name] = convert.quantize_(module, config, hot_channels=hot)
+        return
+    if present.config != config:
+        raise ConfigError(
+            f"{name}: got one that is quantized already ({present.config.mode}, {present.config.engine}), and not as "
+            f"recipe {state.recipe.name!r} says ({config.mode}, {config.engine}); must be the same, or restored"
+        )
+    require(hot is None, "hot_channels", "a table", f"left out: {name} is quantized already")
+    state.quantized[name] = present
+    state.borrowed += (name,)
+
+
+def _check_boundary(pipe: Any, recipe: Recipe) -> None:
+    wanted = recipe.sampler.boundary_ratio
+    if wanted is None:
+        return
+    present = pipe.config.get("boundary_ratio")
+    rule = f"a pipeline of two experts that change at {wanted}, for which recipe {recipe.name!r} was made"
+    require(present == wanted, "pipeline.boundary_ratio", present, rule)
+
+
+def _training_notes(pipe: Any, recipe: Recipe, allow_untrained: bool) -> list[str]:
     provided = (getattr(pipe, "videospark_defaults", None) or {}).get("provides", [])
     if recipe.requires is None or recipe.requires in provided:
         return []
-    return [
-        f"recipe {recipe.name!r} needs weights trained for {recipe.requires!r}, and this checkpoint does not say "
-        "that it is: expect worse videos unless you know that it is"
-    ]
+    lack = f"weights trained for {recipe.requires!r}, and this checkpoint declares {', '.join(provided) or 'nothing'}"
+    if not allow_untrained:
+        raise ConfigError(
+            f"recipe: got {recipe.name!r}, which needs {lack}; must be applied to a checkpoint that provides "
+            f"{recipe.requires!r}, or with allow_untrained=True where you know better"
+        )
+    return [f"recipe {recipe.name!r} needs {lack}: applied all the same as allow_untrained says; expect worse videos"]
 
 
-def _follow_steps(pipe: Any, module: Any, installed: InstalledAttention) -> Any:
-    """Tells the attention which step runs; the scheduler counts them, so no pipeline code has to change."""
+def _follow_steps(pipe: Any, module: Any, state: AccelerationState) -> Any:
+    """Tells attention and quantization which step runs; the scheduler counts, so no pipeline code has to change."""
     reference = weakref.ref(pipe)
+    (name,) = (name for name in EXPERTS if getattr(pipe, name, None) is module)
+    followers = [part[name] for part in (state.installed, state.quantized) if name in part]
 
     def before_forward(*_: Any) -> None:
         owner = reference()
         if owner is not None:
-            installed.set_step(getattr(owner.scheduler, "step_index", None) or 0)
+            step = getattr(owner.scheduler, "step_index", None) or 0
+            for follower in followers:
+                follower.set_step(step)
 
     # First in line, so that the attention's own hook already sees the step.
     return module.register_forward_pre_hook(before_forward, prepend=True)
 
 
 def _undo(pipe: Any, state: AccelerationState) -> None:
+    for name, quantized in state.quantized.items():
+        if name not in state.borrowed:
+            quantized.remove()
     for hook in state.hooks:
         hook.remove()
     for installed in state.installed.values():

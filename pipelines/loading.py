@@ -1,7 +1,8 @@
 """Pipelines from and to folders of the diffusers layout, with the recipe and the defaults they were made for.
 
-Two optional files lie beside `model_index.json`, so that the folder stays loadable by diffusers alone:
-`videospark_recipe.json` (applied when loading) and `videospark_defaults.json` (sizes, steps, guidance).
+Optional files lie beside those of diffusers, so that the folder stays loadable by diffusers alone:
+`videospark_recipe.json` (applied when loading), `videospark_defaults.json` (sizes, steps, guidance) and, in the folder
+of each denoiser with a linear branch, `videospark_branch.safetensors`.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
+from safetensors.torch import load_file as load_tensors
+from safetensors.torch import save_file as save_tensors
 
 from ..core.config import ConfigError, require, save_file
-from .acceleration import accelerate, attach_state, state_of
-from .recipe import Recipe
+from .acceleration import EXPERTS, accelerate, attach_state, state_of
+from .recipe import Recipe, resolve
 from .video_io import write_atomically
 
 RECIPE_FILE = "videospark_recipe.json"
 DEFAULTS_FILE = "videospark_defaults.json"
+BRANCH_FILE = "videospark_branch.safetensors"
 DEFAULT_KEYS = (
     "height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale", "max_sequence_length",
     "provides",
@@ -35,6 +40,7 @@ def load(
     dtype: torch.dtype | None = None,
     recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
     image_to_video: bool = False,
+    allow_untrained: bool = False,
 ) -> Any:
     """Loads a Wan pipeline, attaches its defaults and applies its recipe.
 
@@ -44,6 +50,7 @@ def load(
         dtype: of text encoder and transformer, None picks by device; the VAE stays in float32.
         recipe: instead of the checkpoint's own; "dense" for none.
         image_to_video: give the image-to-video pipeline of the same weights.
+        allow_untrained: see `accelerate`.
 
     Raises:
         ConfigError: no such folder, not a Wan pipeline, or broken files.
@@ -56,7 +63,7 @@ def load(
     looks_local = isinstance(path_or_id, Path) or folder.is_absolute() or len(folder.parts) != 2 or folder.exists()
     if looks_local and not (folder / "model_index.json").is_file():
         raise ConfigError(f"model: got {str(path_or_id)!r}; must be a folder with a model_index.json, or a Hub id")
-    pipe = DiffusionPipeline.from_pretrained(str(path_or_id), torch_dtype={"default": dtype, "vae": torch.float32})
+    pipe = DiffusionPipeline.from_pretrained(str(path_or_id), dtype={"default": dtype, "vae": torch.float32})
     require(
         isinstance(pipe, (WanPipeline, WanImageToVideoPipeline)),
         "model",
@@ -69,7 +76,9 @@ def load(
         pipe = as_image_to_video(pipe)
     chosen = recipe if recipe is not None else _side_file(path_or_id, RECIPE_FILE)
     if chosen is not None:
-        accelerate(pipe, chosen)
+        applied = resolve(chosen)
+        branches = None if applied.attention.branch == "none" else _read_branches(path_or_id, pipe)
+        accelerate(pipe, applied, branch_state=branches, allow_untrained=allow_untrained)
     return pipe
 
 
@@ -84,10 +93,21 @@ def save(pipe: Any, folder: str | Path) -> Path:
     if state is not None:
         pipe.scheduler = state.original_scheduler
     try:
-        pipe.save_pretrained(folder)
+        with ExitStack() as stack:
+            for installed in state.installed.values() if state is not None else ():
+                stack.enter_context(installed.without_branches())
+            pipe.save_pretrained(folder)
     finally:
         if state is not None:
             pipe.scheduler = scheduler
+    for name in EXPERTS:
+        tensors = {} if state is None or name not in state.installed else state.installed[name].branch_state()
+        file = folder / name / BRANCH_FILE
+        if tensors:
+            whole = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+            write_atomically(file, lambda partial, whole=whole: save_tensors(whole, partial))  # type: ignore[misc]
+        else:
+            file.unlink(missing_ok=True)  # left from an earlier save
     defaults = getattr(pipe, "videospark_defaults", None)
     if defaults:
         text = json.dumps(defaults, indent=2) + "\n"
@@ -151,6 +171,17 @@ def _sibling(pipe: Any, target: type, wish: str) -> Any:
     # The hooks ask the original, weakly referenced, for the step: it has to live as long as its sibling.
     object.__setattr__(sibling, "_videospark_origin", pipe)
     return sibling
+
+
+def _read_branches(path_or_id: str | Path, pipe: Any) -> dict[str, dict[str, torch.Tensor]] | None:
+    """The tensors of the linear branches, by denoiser; None where the checkpoint has none at all."""
+    names = [name for name in EXPERTS if getattr(pipe, name, None) is not None]
+    files = {name: _side_file(path_or_id, f"{name}/{BRANCH_FILE}") for name in names}
+    if not any(files.values()):
+        return None
+    missing = [name for name, file in files.items() if file is None]
+    require(not missing, "model", missing, f"with {BRANCH_FILE} for each of {', '.join(names)}")
+    return {name: load_tensors(file) for name, file in files.items() if file is not None}
 
 
 def _side_file(path_or_id: str | Path, name: str) -> Path | None:

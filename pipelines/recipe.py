@@ -11,6 +11,7 @@ from typing import Any
 
 from ..attention.config import AttentionConfig
 from ..core.config import ConfigError, from_dict, load_file, require
+from ..quantization.config import QuantizationConfig
 from .scheduling_few_step import check_sigmas
 
 
@@ -20,6 +21,8 @@ class SamplerConfig:
 
     `sigmas` are the noise levels of a few-step student and fix the number of steps. `flow_shift` belongs to the
     scheduler that the checkpoint came with and cannot be combined with `sigmas`, which are shifted already.
+    `boundary_ratio` says where the sigmas of a student with two experts change from one to the other; a pipeline with
+    another boundary, or with one expert, is refused.
     """
 
     num_inference_steps: int | None = None
@@ -28,6 +31,7 @@ class SamplerConfig:
     sigmas: tuple[float, ...] | None = None
     stochastic: bool = False
     flow_shift: float | None = None
+    boundary_ratio: float | None = None
 
     def __post_init__(self) -> None:
         steps = self.num_inference_steps
@@ -36,10 +40,15 @@ class SamplerConfig:
             value = getattr(self, name)
             require(value is None or value >= 0, name, value, "0 or more (1 means no guidance)")
         require(self.flow_shift is None or self.flow_shift > 0, "flow_shift", self.flow_shift, "more than 0")
+        boundary = self.boundary_ratio
+        require(boundary is None or 0 < boundary < 1, "boundary_ratio", boundary, "between 0 and 1")
         if self.sigmas is None:
             require(not self.stochastic, "stochastic", self.stochastic, "false where no sigmas are given")
+            require(boundary is None, "boundary_ratio", boundary, "left out where no sigmas are given")
             return
         check_sigmas(self.sigmas)
+        split = boundary is None or self.sigmas[-1] < boundary <= self.sigmas[0]
+        require(split, "boundary_ratio", boundary, f"such that both experts get some of the sigmas {self.sigmas}")
         require(
             steps in (None, len(self.sigmas)),
             "num_inference_steps",
@@ -56,15 +65,16 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named combination of attention and sampler.
+    """A named combination of attention, low precision and sampler.
 
-    `requires` names the training that the weights need (for example "few-step"); applying the recipe to weights
-    that do not declare it warns.
+    `requires` names the training that the weights need (for example "few-step"); weights that do not declare it are
+    refused unless the caller insists.
     """
 
     name: str
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     requires: str | None = None
     description: str = ""
 
@@ -79,6 +89,14 @@ _SPARK_SIGMAS: dict[int, tuple[float, ...]] = {
     4: (_SPARK_START, 0.933781, 0.852895, 0.608979),
     8: (_SPARK_START, 0.933781, 0.852895, 0.782708, 0.690833, 0.583052, 0.457197, 0.297157),
 }
+
+_SPARK22_BOUNDARY = 0.875
+_SPARK22_SIGMAS = (_SPARK_START, 0.933781, _SPARK22_BOUNDARY - 2**-24, 0.608979)
+"""The knots of the Wan 2.2 student: two steps down to the boundary by the high-noise expert, two by the other.
+
+The pipeline gives a step to the high-noise expert where its time is at the boundary or above it, so the step that
+starts there is moved down by the smallest float32 that makes it the low-noise expert's.
+"""
 
 
 def _sparse(name: str, keep_ratio: float, description: str, **attention: Any) -> Recipe:
@@ -103,6 +121,34 @@ def _presets() -> dict[str, Recipe]:
         )
         for steps, sigmas in _SPARK_SIGMAS.items()
     ]
+    recipes.append(
+        Recipe(
+            "spark22-4step",
+            sampler=SamplerConfig(
+                sigmas=_SPARK22_SIGMAS, guidance_scale=1.0, guidance_scale_2=1.0, boundary_ratio=_SPARK22_BOUNDARY
+            ),
+            requires="few-step",
+            description="Wan 2.2: two steps with each expert, without guidance, for a distilled student.",
+        )
+    )
+    for mode in ("fp8", "int8"):
+        precision = QuantizationConfig(mode=mode, fused=True)  # type: ignore[arg-type]
+        recipes.append(
+            Recipe(
+                mode,
+                quantization=precision,
+                description=f"The ten products of every block in {mode.upper()}, the rest fused; needs no training.",
+            )
+        )
+        recipes.append(
+            Recipe(
+                f"spark-3step-{mode}",
+                sampler=SamplerConfig(sigmas=_SPARK_SIGMAS[3], guidance_scale=1.0),
+                quantization=precision,
+                requires="few-step",
+                description=f"spark-3step with the products in {mode.upper()}.",
+            )
+        )
     return {recipe.name: recipe for recipe in recipes}
 
 

@@ -1,12 +1,14 @@
 import pytest
 import torch
 from diffusers import WanPipeline
+from safetensors import safe_open
 
+from videospark.attention import AttentionConfig
 from videospark.core.config import ConfigError
-from videospark.pipelines.acceleration import accelerate, current_report, restore
+from videospark.pipelines.acceleration import accelerate, current_report, restore, state_of
 from videospark.pipelines.generation import GenerationRequest, generate
 from videospark.pipelines.loading import as_image_to_video, load, save
-from videospark.pipelines.recipe import preset
+from videospark.pipelines.recipe import Recipe, preset
 from videospark.pipelines.scheduling_few_step import FewStepScheduler
 from videospark.tiny.components import build_scheduler, build_transformer
 
@@ -33,8 +35,8 @@ def test_restore_brings_everything_back(pipe):
     assert isinstance(pipe.scheduler, FewStepScheduler)
     assert not torch.equal(_latents(pipe), before)
     rows = current_report(pipe).to_dict()["layers"]
-    # 32 tokens are two key blocks; a quarter of two rounds down to none, and one is always kept.
-    assert all(row["actual_sparsity"] == 0.5 for row in rows)
+    # 128 tokens are eight key blocks, of which a quarter is two.
+    assert all(row["actual_sparsity"] == 0.75 for row in rows)
     assert "actual_sparsity" in str(current_report(pipe))
     now = pipe.transformer.attn_processors
     assert all((now[key] is processors[key]) == ("attn2" in key) for key in now)
@@ -87,9 +89,12 @@ def test_attention_learns_the_step(pipe, recipe, monkeypatch):
     assert seen == [0, 0, 1, 1, 2, 2]
 
 
-def test_missing_training_warns(pipe):
+def test_missing_training_is_refused_unless_the_caller_insists(pipe):
+    with pytest.raises(ConfigError, match="few-step.*allow_untrained"):
+        accelerate(pipe, "spark-4step")
+    assert current_report(pipe) is None
     with pytest.warns(UserWarning, match="few-step"):
-        report = accelerate(pipe, "spark-4step")
+        report = accelerate(pipe, "spark-4step", allow_untrained=True)
     assert report.notes
     restore(pipe)
     pipe.videospark_defaults["provides"] = ["few-step"]
@@ -140,3 +145,26 @@ def test_image_pipeline_shares_everything(pipe):
     sibling = as_image_to_video(pipe)
     assert sibling.transformer is pipe.transformer and sibling.scheduler is pipe.scheduler
     assert current_report(sibling).recipe["name"] == "tiny-sparse-50"
+
+
+def test_a_branch_is_saved_beside_the_weights_and_loaded_again(pipe, tmp_path):
+    config = AttentionConfig(backend="gather", keep_ratio=0.3, block_size_q=16, block_size_k=16, branch="rola")
+    recipe = Recipe("with-branch", attention=config)
+    accelerate(pipe, recipe)
+    installed = state_of(pipe).installed["transformer"]
+    with torch.no_grad():
+        for tensor in installed.branch_state().values():
+            tensor += 0.25
+    expected = {key: tensor.clone() for key, tensor in installed.branch_state().items()}
+    folder = save(pipe, tmp_path / "model")
+    restore(pipe)
+
+    with safe_open(folder / "transformer/diffusion_pytorch_model.safetensors", "pt") as weights:
+        assert not any("linear_branch" in key for key in weights.keys())  # noqa: SIM118
+    again = load(folder, device="cpu")
+    found = state_of(again).installed["transformer"]
+    assert found.report()[0]["branch_weights"] == "given"
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.branch_state().items())
+    restore(again)
+    save(again, folder)
+    assert not (folder / "transformer/videospark_branch.safetensors").exists()
