@@ -6,7 +6,7 @@ import copy
 import shutil
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention.processors import InstalledAttention, install
 from ..core.config import ConfigError, load_file, require, save_file
-from ..pipelines.acceleration import restore
-from ..pipelines.loading import RECIPE_FILE, load, save
+from ..pipelines.acceleration import accelerate, restore, state_of
+from ..pipelines.loading import load, save
 from ..pipelines.recipe import Recipe, SamplerConfig
 from .config import DistillConfig
 from .data import BatchReader, PreparedData
@@ -92,9 +92,9 @@ def run(config: DistillConfig, *, resume: bool = False, device: str | None = Non
     _check_data(config, data, pipe)
     method = build_method(config, _flow_shift(config, pipe))
     accelerator = build_accelerator(config, device)
-    student, provides = _student(config, pipe)
+    student, start = _student(config, pipe)
     student.to(accelerator.device)
-    attention = install_attention(config, student)
+    attention = install_attention(config, student, start.branches)
     trained = {"student": student}
     if "critic" in method.trained_roles:
         trained["critic"] = _copied(config, pipe).to(accelerator.device)
@@ -132,7 +132,7 @@ def run(config: DistillConfig, *, resume: bool = False, device: str | None = Non
     written = None
     if accelerator.is_main_process:
         copy_values(trainer.trained["student"].parameters, trainer.trained_values())
-        written = export_student(config, method, pipe, student, attention, folder / STUDENT_FOLDER, provides)
+        written = export_student(config, method, pipe, student, attention, folder / STUDENT_FOLDER, start.provides)
     accelerator.wait_for_everyone()
     return RunResult(result, written)
 
@@ -159,11 +159,27 @@ def _copied(config: DistillConfig, pipe: Any) -> Denoiser:
     return _enable_checkpointing(config, _denoiser(source, experts))
 
 
-def _student(config: DistillConfig, pipe: Any) -> tuple[Denoiser, tuple[str, ...]]:
-    """The student before training, and what its weights can be used for already."""
+@dataclass(frozen=True)
+class StudentStart:
+    """What a student brings from its earlier training: uses of its weights, and tensors of its branches by expert."""
+
+    provides: tuple[str, ...] = ()
+    branches: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
+def _student(config: DistillConfig, pipe: Any) -> tuple[Denoiser, StudentStart]:
+    """The student before training."""
     if config.model.student is None:
-        return _copied(config, pipe), ()
-    source = stock_pipeline(config.model.student, torch.float32)
+        return _copied(config, pipe), StudentStart()
+    source = load(config.model.student, device="cpu", dtype=torch.float32)
+    branches = {}
+    if (state := state_of(source)) is not None:
+        kept = {name: installed.branch_state() for name, installed in state.installed.items()}
+        branches = {n: {k: v.clone() for k, v in tensors.items()} for n, tensors in kept.items() if tensors}
+        restore(source)
+        before = state.recipe.attention.branch
+        same = before in ("none", config.attention.branch)
+        require(same, "attention.branch", config.attention.branch, f"{before!r}, which the student was trained with")
     same = _experts(source) == _experts(pipe)
     require(same, "model.student", config.model.student, f"a model with the teacher's experts {_experts(pipe)}")
     for name in _experts(pipe):
@@ -172,7 +188,7 @@ def _student(config: DistillConfig, pipe: Any) -> tuple[Denoiser, tuple[str, ...
         require(not unlike, f"model.student {name}", unlike, "of the teacher's configuration")
     provides = tuple(source.videospark_defaults.get("provides", ()))
     experts = {name: getattr(source, name).float() for name in _experts(source)}
-    return _enable_checkpointing(config, _denoiser(source, experts)), provides
+    return _enable_checkpointing(config, _denoiser(source, experts)), StudentStart(provides, branches)
 
 
 def _enable_checkpointing(config: DistillConfig, denoiser: Denoiser) -> Denoiser:
@@ -186,11 +202,20 @@ def _enable_checkpointing(config: DistillConfig, denoiser: Denoiser) -> Denoiser
     return denoiser.train()
 
 
-def install_attention(config: DistillConfig, student: Denoiser) -> dict[str, InstalledAttention]:
-    """Puts the sparse attention of the settings into every expert; nothing where it is dense."""
+def install_attention(
+    config: DistillConfig, student: Denoiser, branches: dict[str, dict[str, torch.Tensor]] | None = None
+) -> dict[str, InstalledAttention]:
+    """Puts the sparse attention of the settings into every expert; nothing where it is dense.
+
+    `branches` are tensors of linear branches by expert; those that are not given start fresh.
+    """
     if config.attention.backend == "dense":
         return {}
-    return {name: install(expert, config.attention) for name, expert in student.experts.items()}
+    given = branches or {}
+    return {
+        name: install(expert, config.attention, branch_state=given.get(name))
+        for name, expert in student.experts.items()
+    }
 
 
 def _role(config: DistillConfig, name: str, network: Denoiser) -> TrainedRole:
@@ -262,9 +287,8 @@ def export_student(
 
     Adapters are merged; the student is stock afterwards and cannot be trained on.
     """
-    if config.attention.branch != "none":
-        raise ConfigError("attention.branch: branches cannot be saved yet")
     merge_adapters(student)
+    branches = {name: installed.branch_state() for name, installed in attention.items()}
     for installed in attention.values():
         installed.remove()
     dtype = getattr(torch, config.model.export_dtype)
@@ -278,8 +302,9 @@ def export_student(
     pipe.videospark_defaults = defaults
     partial = folder.with_name(f".{uuid.uuid4().hex}.partial")
     try:
+        recipe = student_recipe(config, method, pipe.config.boundary_ratio)
+        accelerate(pipe, recipe, branch_state=branches if any(branches.values()) else None)
         save(pipe, partial)
-        save_file(student_recipe(config, method, pipe.config.boundary_ratio), partial / RECIPE_FILE)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)

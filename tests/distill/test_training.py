@@ -344,6 +344,31 @@ def test_adapters_learn_and_are_merged(world, tmp_path, method):
     assert any("to_q.weight" in key for key in changed) and not any("patch_embedding" in key for key in changed)
 
 
+def test_branches_alone_learn_are_saved_and_go_on(world, tmp_path):
+    branch = {"attention": {"branch": "rola", "rola": {"rank": 8}}}
+    training = {"num_steps": 2, "trainable": "branch"}
+    first = run(build(world, tmp_path / "a", "sparse_warmup", training, **branch), device="cpu")
+    values = tensors(tmp_path / "a")[0]["average.safetensors"]
+    assert values and all(".linear_branch." in name for name in values)
+    pipe = videospark.load(first.student, device="cpu")
+    loaded = dict(pipe.transformer.named_parameters())
+    for name, value in values.items():
+        assert torch.equal(loaded[name.removeprefix("experts.transformer.")], value), name
+    before = load_file(world / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(value, loaded[key]) for key, value in before.items())
+    AcceleratorState._reset_state(True)
+    changes = branch | {"model": {"student": str(first.student)}}
+    run(
+        build(world, tmp_path / "b", "pcm", training | {"learning_rate": 1e-30, "ema_decay": 0.0}, **changes),
+        device="cpu",
+    )
+    later = tensors(tmp_path / "b")[0]["student.safetensors"]
+    assert all(torch.allclose(later[name], value, atol=1e-6) for name, value in values.items())
+    AcceleratorState._reset_state(True)
+    with pytest.raises(ConfigError, match="attention.branch"):
+        run(build(world, tmp_path / "c", "pcm", {"num_steps": 1}, model=changes["model"]), device="cpu")
+
+
 def test_adapters_on_layers_that_do_not_exist_are_refused(world, tmp_path):
     pytest.importorskip("peft")
     training = {"trainable": "lora", "lora": {"targets": ["to_q", "to_x"]}}
