@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 import videospark
-from videospark.core.config import ConfigError, from_dict
+from videospark.core.config import ConfigError, from_dict, save_file
 from videospark.distill import trainer as training_loop
 from videospark.distill.checkpoints import newest_checkpoint, step_of
 from videospark.distill.config import DistillConfig
@@ -367,6 +369,59 @@ def test_branches_alone_learn_are_saved_and_go_on(world, tmp_path):
     AcceleratorState._reset_state(True)
     with pytest.raises(ConfigError, match="attention.branch"):
         run(build(world, tmp_path / "c", "pcm", {"num_steps": 1}, model=changes["model"]), device="cpu")
+
+
+def test_two_experts_are_trained_jointly(world, tmp_path):
+    import copy
+
+    from diffusers import WanPipeline
+
+    pipe = stock_pipeline(str(world / "model"), torch.float32)
+    parts = {name: part for name, part in pipe.components.items() if name != "transformer_2"}
+    second = copy.deepcopy(pipe.transformer)
+    WanPipeline(**parts, transformer_2=second, boundary_ratio=0.8).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "videospark_defaults.json").write_text(json.dumps(DEFAULTS))
+    model = {"teacher": str(tmp_path / "model")}
+    training = {"ema_decay": 0.0}
+    config = build(world, tmp_path / "out", "crossdistill", training, model=model, data={"image_share": 0.0},
+                   dmd={"critic_updates": 1})  # fmt: skip
+    result = run(config, device="cpu")
+    student = videospark.load(result.student, device="cpu")
+    before = dict(pipe.transformer.named_parameters())
+    for expert in (student.transformer, student.transformer_2):
+        assert any(not torch.equal(p, before[name]) for name, p in expert.named_parameters())
+
+
+TWO_PROCESSES = """
+import sys
+from videospark.distill.run import load_config, run
+run(load_config(sys.argv[1]), device="cpu")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sparse_warmup", "crossdistill"])
+def test_two_processes_equal_one(world, tmp_path, method):
+    """DistributedDataParallel over gloo: the same samples, the same draws, the same weights up to the order of sums."""
+    values = []
+    for name, size, processes in (("one", 4, 1), ("two", 2, 2)):
+        training = {"num_steps": 4, "batch_size": size, "learning_rate": 1e-4, "critic_learning_rate": 1e-4}
+        config = build(world, tmp_path / name, method, training, **METHODS[method])
+        save_file(config, tmp_path / f"{name}.toml")
+        (tmp_path / "script.py").write_text(TWO_PROCESSES)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if processes == 2 else []
+        command = [sys.executable, *launcher, str(tmp_path / "script.py"), str(tmp_path / f"{name}.toml")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        values.append(tensors(tmp_path / name))
+    (left, left_state), (right, right_state) = values
+    assert len(right_state["random"]) == 2 and left_state["updates"] == right_state["updates"]
+    start = load_file(world / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
+    for key, value in left["student.safetensors"].items():
+        other = right["student.safetensors"][key]
+        moved = (value - start[key.removeprefix("experts.transformer.")]).abs().mean()
+        # Adam turns a gradient near zero into a step of either sign, so the mean is compared, not the largest one.
+        assert (value - other).abs().mean() <= 0.05 * moved + 1e-9, key
 
 
 def test_adapters_on_layers_that_do_not_exist_are_refused(world, tmp_path):
