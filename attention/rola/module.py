@@ -96,7 +96,7 @@ class RoLABranch(LinearBranch):
             maps = (maps[0][inputs.heads], maps[1][inputs.heads])
         assert inputs.gate is not None
         if self.kernel_choice(inputs.query.device.type)[0] == "triton":
-            from .triton_kernels import rola_triton
+            from .triton_branch import rola_triton
 
             return rola_triton(
                 self.form, inputs.sparse, inputs.query, inputs.key, inputs.value, inputs.gate, *maps, cos, sin
