@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import typer
 
-from . import commands_distill, commands_doctor, commands_evaluate, commands_generate, commands_recipes, commands_tiny
+from . import (
+    commands_batch,
+    commands_distill,
+    commands_doctor,
+    commands_evaluate,
+    commands_generate,
+    commands_recipes,
+    commands_tiny,
+)
 from .console import guarded, package_version
 
 app = typer.Typer(
@@ -36,6 +44,7 @@ def _root(
 
 
 app.command("generate")(guarded(commands_generate.generate))
+app.command("batch")(guarded(commands_batch.batch))
 app.command("evaluate")(guarded(commands_evaluate.evaluate))
 app.command("doctor")(guarded(commands_doctor.doctor))
 app.add_typer(commands_distill.app, name="distill")

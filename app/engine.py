@@ -140,25 +140,37 @@ def resolve_for(pipe: Any, request: GenerationRequest, recipe: Recipe) -> Genera
         return resolve_request(pipe, request, recipe)
 
 
-def planned_pipeline(model: str) -> tuple[Any, Recipe] | None:
-    """What is known of a model folder without its weights: a stand-in for its pipeline, and its own recipe.
+def planned_pipeline(model: str) -> tuple[Any, Recipe]:
+    """What is known of a model without its weights: a stand-in for its pipeline, and its own recipe.
 
-    None for an id on the Hub, whose configurations are not here yet.
+    Of a model on the Hub the configurations are fetched, and nothing else.
+
+    Raises:
+        ConfigError: the folder is no pipeline.
     """
-    from ..pipelines.loading import read_defaults
-
-    planned = stand_in(model)
-    if planned is None:
-        return None
     import diffusers
 
-    folder = Path(model)
+    from ..pipelines.loading import read_defaults
+
+    folder = _folder_of(model)
+    planned = stand_in(str(folder))
+    if planned is None:
+        raise ConfigError(f"model: got {model!r}; must have a transformer and a vae with their config.json")
     name = getattr(planned.config, "_class_name", "WanPipeline")
     planned.pipeline_class = getattr(diffusers, name, diffusers.WanPipeline)
     defaults = folder / "videospark_defaults.json"
     planned.videospark_defaults = read_defaults(defaults if defaults.is_file() else None)
     own = folder / RECIPE_FILE
     return planned, resolve(own) if own.is_file() else Recipe("dense")
+
+
+def _folder_of(model: str) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["model_index.json", "*/config.json", "videospark_*.json"]
+    return Path(snapshot_download(model, allow_patterns=patterns))
 
 
 def usable_recipes(pipe: Any) -> list[Recipe]:
@@ -176,14 +188,14 @@ def usable_recipes(pipe: Any) -> list[Recipe]:
 
 
 def model_fingerprint(model: str) -> str:
-    """A short text that changes when the files of a model folder do; the id itself of one on the Hub.
+    """A short text that changes when the files of a model folder do; id and commit of a model on the Hub.
 
     Large files are looked at in 16 places besides their length: retrained weights differ in all of them, and a folder
     of many GB is read in a moment.
     """
     folder = Path(model)
     if not folder.is_dir():
-        return model
+        return f"{model}@{_folder_of(model).name}"
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")):
         size = file.stat().st_size
