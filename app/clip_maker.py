@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ class PartSeconds:
 class ClipMaker:
     """`maker(prompts, seeds)` -> clips, uint8 `[F, H, W, 3]` each; clip i depends on prompt i and seed i alone.
 
+    An image-to-video pipeline also takes pictures, uint8 `[H, W, 3]`, one per prompt.
+
     Args:
         pipe: A loaded pipeline, already accelerated or not.
         settings: height, width, num_frames, num_inference_steps, guidance_scale, max_sequence_length.
@@ -53,29 +56,47 @@ class ClipMaker:
         self.pipe, self.settings, self.batch_size = pipe, dict(settings), batch_size
         self.seconds = PartSeconds()
         self.first_clips: list[np.ndarray] = []
+        self.image_to_video = "image" in inspect.signature(type(pipe).__call__).parameters
         self._on_clips = on_clips
 
-    def __call__(self, prompts: Sequence[str], seeds: Sequence[int]) -> list[np.ndarray]:
-        if len(prompts) != len(seeds):
-            raise ValueError(f"seeds: got {len(seeds)} for {len(prompts)} prompts; must be one per prompt")
+    def __call__(
+        self, prompts: Sequence[str], seeds: Sequence[int], pictures: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
+        for name, given in (("seeds", seeds), ("pictures", pictures)):
+            if given is not None and len(given) != len(prompts):
+                raise ValueError(f"{name}: got {len(given)} for {len(prompts)} prompts; must be one per prompt")
         clips: list[np.ndarray] = []
-        for start in range(0, len(prompts), self.batch_size):
-            chosen = slice(start, start + self.batch_size)
-            clips += self._batch(list(prompts[chosen]), list(seeds[chosen]))
+        # The stock image-to-video pipeline takes one picture for all of its prompts.
+        step = self.batch_size if pictures is None else 1
+        for start in range(0, len(prompts), step):
+            picture = None if pictures is None else pictures[start]
+            chosen = slice(start, start + step)
+            clips += self._batch(list(prompts[chosen]), list(seeds[chosen]), picture)
         self.first_clips += clips[: SHEET_CLIPS - len(self.first_clips)] if len(self.first_clips) < SHEET_CLIPS else []
         return clips
 
-    def warm_up(self) -> None:
-        """Pay the first call's one-off costs (allocation, kernel choice) outside of the measured seconds."""
+    def warm_up(self, *, keep_seconds: bool = False) -> None:
+        """One batch that nobody sees: it pays the first call's one-off costs outside of the measured seconds.
+
+        With `keep_seconds` its denoising seconds per clip are appended to `seconds.denoise_per_clip`, for a comparison.
+        """
         seconds, on_clips = self.seconds, self._on_clips
         self.seconds, self._on_clips = PartSeconds(), None
         try:
-            self._batch(["a circle"] * self.batch_size, [0] * self.batch_size)
+            picture = (
+                None if not self.image_to_video else np.zeros((self.settings["height"], self.settings["width"], 3))
+            )
+            number = self.batch_size if picture is None else 1
+            self._batch(["a circle"] * number, [0] * number, None if picture is None else picture.astype(np.uint8))
         finally:
+            if keep_seconds:
+                seconds.denoise_per_clip += self.seconds.denoise_per_clip
             self.seconds, self._on_clips = seconds, on_clips
 
     @torch.inference_mode()
-    def _batch(self, prompts: list[str], seeds: list[int]) -> list[np.ndarray]:
+    def _batch(self, prompts: list[str], seeds: list[int], picture: np.ndarray | None = None) -> list[np.ndarray]:
+        from PIL import Image
+
         from ..pipelines.video_io import frames_to_uint8
 
         pipe, settings = self.pipe, self.settings
@@ -89,6 +110,7 @@ class ClipMaker:
                 device=pipe._execution_device,
             )
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+        extra = {} if picture is None else {"image": Image.fromarray(picture)}
         with self._timed("denoise"), _noise_from(pipe.scheduler, generators):
             latents = pipe(
                 prompt_embeds=positive,
@@ -96,6 +118,7 @@ class ClipMaker:
                 generator=generators,
                 output_type="latent",
                 **settings,
+                **extra,
             ).frames
         with self._timed("decode"):
             video = decode(pipe, latents)
