@@ -102,6 +102,10 @@ class AttentionConfig:
     Attributes:
         backend: name of a registered backend; "dense" leaves the results of the model as they are, bit for bit.
         keep_ratio: share of the key blocks that every query block attends to, in (0, 1]; at least one is kept.
+        keep_ratios: the same for each layer on its own, one number per layer; empty where `keep_ratio` is for all.
+        routing_rule: "top_k" keeps that share everywhere. "top_p" takes it for the most, and keeps in each query block
+            the fewest best key blocks that hold the share `top_p` of the softmax over the block scores.
+        top_p: that share, in (0, 1]; with the rule "top_p" alone.
         block_size_q: tokens in a query block, a multiple of 16 from 16 to 128.
         block_size_k: tokens in a key block, a multiple of 16 from 16 to 128.
         token_order: "raster" keeps the order of the model (frame, row, column); "tile" puts the tokens of a small
@@ -123,6 +127,9 @@ class AttentionConfig:
 
     backend: str = "dense"
     keep_ratio: float = 1.0
+    keep_ratios: tuple[float, ...] = ()
+    routing_rule: Literal["top_k", "top_p"] = "top_k"
+    top_p: float | None = None
     block_size_q: int = 64
     block_size_k: int = 64
     token_order: Literal["raster", "tile"] = "tile"
@@ -139,6 +146,14 @@ class AttentionConfig:
         names = available_backends()
         require(self.backend in names, "backend", self.backend, f"one of {', '.join(names)}")
         require(0.0 < self.keep_ratio <= 1.0, "keep_ratio", self.keep_ratio, "above 0 and at most 1")
+        within = all(0.0 < ratio <= 1.0 for ratio in self.keep_ratios)
+        require(within, "keep_ratios", self.keep_ratios, "numbers above 0 and at most 1, one for each layer")
+        require(self.routing_rule in ("top_k", "top_p"), "routing_rule", self.routing_rule, "'top_k' or 'top_p'")
+        if self.routing_rule == "top_p":
+            share = self.top_p is not None and 0.0 < self.top_p <= 1.0
+            require(share, "top_p", self.top_p, "above 0 and at most 1 with routing_rule 'top_p'")
+        else:
+            require(self.top_p is None, "top_p", self.top_p, "left out unless routing_rule is 'top_p'")
         for name in ("block_size_q", "block_size_k"):
             size = getattr(self, name)
             fits = isinstance(size, int) and MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE and size % 16 == 0
@@ -157,5 +172,9 @@ class AttentionConfig:
 
     @property
     def sparsity(self) -> float:
-        """Nominal share of the key blocks that is left out."""
+        """Nominal share of the key blocks that is left out; with the rule "top_p" the least that is."""
         return 1.0 - self.keep_ratio
+
+    def keep_ratio_of(self, layer: int) -> float:
+        """Keep ratio of one layer."""
+        return self.keep_ratios[layer] if self.keep_ratios else self.keep_ratio

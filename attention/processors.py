@@ -189,6 +189,7 @@ class InstalledAttention:
         branches: InstalledBranches | None = None,
     ) -> None:
         self.config = config
+        self._configured = config
         self._branches = branches
         self._head_dim = int(transformer.config.attention_head_dim)  # type: ignore
         keep_maps = branches is not None and any(branch.needs_block_map for branch in branches.branches)
@@ -214,8 +215,12 @@ class InstalledAttention:
         self._state.step = index
 
     def set_keep_ratio(self, keep_ratio: float) -> None:
-        """Use another keep ratio from the next forward pass on, for a training that lowers it step by step."""
-        self.config = self._state.config = dataclasses.replace(self.config, keep_ratio=keep_ratio)
+        """Use another keep ratio from the next forward pass on, for a training that lowers it step by step.
+
+        It is for all layers; the keep ratio of the configuration brings back those that layers have on their own.
+        """
+        own = self._configured.keep_ratios if keep_ratio == self._configured.keep_ratio else ()
+        self.config = self._state.config = dataclasses.replace(self.config, keep_ratio=keep_ratio, keep_ratios=own)
 
     def report(self) -> list[dict[str, Any]]:
         """One row per layer.
@@ -235,8 +240,8 @@ class InstalledAttention:
             row = {
                 "layer": processor.layer,
                 "backend": "dense" if dense else self.config.backend,
-                "keep_ratio": 1.0 if dense else self.config.keep_ratio,
-                "nominal_sparsity": 0.0 if dense else self.config.sparsity,
+                "keep_ratio": 1.0 if dense else self.config.keep_ratio_of(processor.layer),
+                "nominal_sparsity": 0.0 if dense else 1.0 - self.config.keep_ratio_of(processor.layer),
                 "actual_sparsity": measured if record is None else record.sparsity(),
                 "flop_sparsity": measured if record is None else flop_sparsity(self.config, record, self._head_dim),
                 "branch": "none" if dense else self.config.branch,
@@ -310,6 +315,8 @@ def install(
     num_layers = len(transformer.blocks)  # type: ignore
     missing = [index for index in config.dense_layers if index >= num_layers]
     require(not missing, "dense_layers", config.dense_layers, f"indices below {num_layers}, the number of layers")
+    given = len(config.keep_ratios)
+    require(given in (0, num_layers), "keep_ratios", config.keep_ratios, f"{num_layers} numbers, one for each layer")
     head_dim = int(transformer.config.attention_head_dim)  # type: ignore
     # The projections' own weights may be stored in a narrower type than they compute in; their outputs follow the norm.
     weight = transformer.blocks[0].attn1.norm_q.weight  # type: ignore

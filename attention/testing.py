@@ -258,8 +258,11 @@ class _Runner:
             return Finding("blocks", case, False, text)
         if self.own_routing:
             indices = block_map.indices
-            valid = bool((indices >= 0).all() and (indices < block_map.num_key_blocks).all())
-            ascending = bool((indices[..., 1:] > indices[..., :-1]).all())
+            # Places that a ragged map leaves empty hold the number of blocks, at the end of their row.
+            empty = (indices == block_map.num_key_blocks) & block_map.ragged
+            valid = bool((indices >= 0).all() and ((indices < block_map.num_key_blocks) | empty).all())
+            valid = valid and not bool(empty[..., 0].any())
+            ascending = bool(((indices[..., 1:] > indices[..., :-1]) | empty[..., :-1] & empty[..., 1:]).all())
             return Finding("blocks", case, valid and ascending, "recorded blocks must be in range and ascending")
         context = ForwardContext(grid=TokenGrid(query.shape[1], 1, 1))
         wanted = choose_blocks(query.detach(), key.detach(), context, case.config(self.name))

@@ -20,10 +20,11 @@ def choose_blocks(query: torch.Tensor, key: torch.Tensor, context: ForwardContex
     chosen = block_map(
         query,
         key,
-        keep_ratio=config.keep_ratio,
+        keep_ratio=config.keep_ratio_of(context.layer),
         block_size_q=config.block_size_q,
         block_size_k=config.block_size_k,
         forced=forced,
+        top_p=config.top_p,
     )
     context.record(chosen)
     return chosen

@@ -34,10 +34,10 @@ def flex_block_mask(block_map: BlockMap, *, with_transpose: bool) -> BlockMask:
     """
     indices = block_map.indices
     kept, key_blocks = indices.shape[-1], block_map.num_key_blocks
-    counts = torch.full(indices.shape[:-1], kept, dtype=torch.int32, device=indices.device)
+    counts = block_map.counts().to(torch.int32)
     # As wide as there are key blocks; what lies past the count is never read as a block.
     wide = torch.zeros((*indices.shape[:-1], key_blocks), dtype=torch.int32, device=indices.device)
-    wide[..., :kept] = indices
+    wide[..., :kept] = indices.clamp(max=key_blocks - 1)
     return BlockMask.from_kv_blocks(
         counts,
         wide,

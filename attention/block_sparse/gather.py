@@ -180,7 +180,9 @@ def _weights(
     natively keeps scores and weights in it, as plain PyTorch does; the softmax itself is float32 inside.
     """
     scores = _product(queries, keys.transpose(1, 2), scale, workspace=workspace, name="scores")
-    if chunk.short is not None:
+    if chunk.unused is not None:
+        scores.masked_fill_(chunk.unused.unsqueeze(1), -math.inf)
+    elif chunk.short is not None:
         scores[..., -chunk.padding :].index_fill_(0, chunk.short, -math.inf)
     return torch.softmax(scores, -1, out=workspace.get("weights", tuple(scores.shape), scores))
 
@@ -210,12 +212,15 @@ class _Chunk:
         picks: int64 [rows, kept], their key blocks, counted over all batches and heads.
         short: int64, which of the rows hold the short last key block; it is always the last one they pick.
         padding: columns of that block that are past the last key.
+        unused: bool [rows, kept * block_size_k], columns that are no key of that row; of a ragged map alone, where
+            `short` is not used.
     """
 
     rows: slice
     picks: torch.Tensor
     short: torch.Tensor | None
     padding: int
+    unused: torch.Tensor | None = None
 
 
 def _chunks(block_map: BlockMap, head_dim: int, chunk_elements: int) -> Iterator[_Chunk]:
@@ -232,11 +237,30 @@ def _chunks(block_map: BlockMap, head_dim: int, chunk_elements: int) -> Iterator
     per_row = columns_per_row * (2 * head_dim + 3 * block_map.block_size_q)
     size = max(1, chunk_elements // per_row)
     padding = -block_map.key_length % block_map.block_size_k
+    if block_map.ragged:
+        yield from _ragged_chunks(block_map, own, first, size)
+        return
     holds_last = own[:, -1] == block_map.num_key_blocks - 1
     for start in range(0, own.shape[0], size):
         rows = slice(start, min(start + size, own.shape[0]))
         short = torch.nonzero(holds_last[rows]).flatten() if padding else None
         yield _Chunk(rows, picks[rows], short, padding)
+
+
+def _ragged_chunks(block_map: BlockMap, own: torch.Tensor, first: torch.Tensor, size: int) -> Iterator[_Chunk]:
+    """Chunks of `size` query blocks, each as wide as its fullest row; waits for the device once."""
+    counts = block_map.counts().flatten()
+    widths = [int(width) for width in torch.stack([part.max() for part in counts.split(size)]).tolist()]
+    places = torch.arange(block_map.block_size_k, device=own.device)
+    for start, width in zip(range(0, own.shape[0], size), widths, strict=True):
+        rows = slice(start, min(start + size, own.shape[0]))
+        chosen = own[rows, :width]
+        # What is left over in a row reads a block that the row attends to anyway, with a weight of zero, so that
+        # nothing can come in that the row does not see.
+        absent = chosen == block_map.num_key_blocks
+        past = (chosen * block_map.block_size_k).unsqueeze(-1) + places >= block_map.key_length
+        picks = torch.where(absent, chosen[:, :1], chosen) + first[rows].unsqueeze(-1)
+        yield _Chunk(rows, picks, None, 0, past.flatten(1))
 
 
 def _add(total: torch.Tensor, picks: torch.Tensor, part: torch.Tensor) -> None:

@@ -93,7 +93,7 @@ class InvertedMap:
 
     Attributes:
         queries: int32 [batch, heads, query_blocks * kept], query blocks ordered by the key block they keep, then by
-            their own index.
+            their own index; places that a ragged map leaves empty come last and are not reached.
         first: int32 [batch, heads, key_blocks + 1], where the list of each key block begins in `queries`.
     """
 
@@ -163,7 +163,7 @@ def _forward(
     # Without quantization the last three are not read; lse stands in for them.
     scales = (lse, lse, lse) if quantized is None or keys is None else (quantized.scale, keys.scale, quantized.shift)
     forward_kernel[(-(-length_q // tiles.tile_q), batch * heads)](
-        query, key, value, out, lse, indices, *scales,
+        query, key, value, out, lse, indices, _counts(block_map), *scales,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
         heads, length_q, key.shape[1], indices.shape[2], block_map.num_key_blocks, indices.shape[3],
         LOG2_E / math.sqrt(head_dim),
@@ -190,7 +190,8 @@ def _grad_query(
     indices = block_map.indices.to(torch.int32).contiguous()
     tiles = _tiles("grad_query", value, block_map)
     grad_query_kernel[(-(-length_q // tiles.tile_q), batch * heads)](
-        query, key, value, out, grad_out, lse, lse if grad_lse is None else grad_lse, delta, grad_q, indices,
+        query, key, value, out, grad_out, lse, lse if grad_lse is None else grad_lse, delta, grad_q,
+        indices, _counts(block_map),
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
         heads, length_q, key.shape[1], indices.shape[2], indices.shape[3], 1.0 / math.sqrt(head_dim),
         HAS_GRAD_LSE=grad_lse is not None, **_constants(value, block_map, tiles),
@@ -253,6 +254,11 @@ def _check(query: torch.Tensor, value: torch.Tensor, block_map: BlockMap) -> Non
     dtype = str(value.dtype).removeprefix("torch.")
     require(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
     require(query.is_cuda or interpreted(), "device", str(query.device), "cuda, or cpu with TRITON_INTERPRET=1")
+
+
+def _counts(block_map: BlockMap) -> torch.Tensor:
+    """Key blocks of each row, int32 [batch, heads, query_blocks]."""
+    return block_map.counts().to(torch.int32).contiguous()
 
 
 def _constants(value: torch.Tensor, block_map: BlockMap, tiles: Tiles) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def _store_tile(base_ptr, tile, start, length, token_step, ROWS: tl.constexpr, D
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, index_ptr, q_scale_ptr, k_scale_ptr, shift_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, index_ptr, count_ptr, q_scale_ptr, k_scale_ptr, shift_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
     heads, length_q, length_k, query_blocks, key_blocks, kept, scale_log2,
     DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
@@ -55,6 +55,7 @@ def forward_kernel(
 ):  # fmt: skip
     """O and LSE (base 2, float32 [batch, heads, length_q]) of one query tile. Grid: (query tiles, batch heads).
 
+    `index` [batch, heads, query_blocks, kept] lists key blocks, of which the first `count` of each row are used.
     With QUANTIZED q and k are int8 with one scale per block, and `shift` is what the LSE lacks (`quantize_kernel`).
     """
     sequence = tl.program_id(1).to(tl.int64)
@@ -75,7 +76,7 @@ def forward_kernel(
     total = tl.zeros([TILE_Q], tl.float32)
     out = tl.zeros([TILE_Q, DIM], tl.float32)
     parts: tl.constexpr = BLOCK_K // TILE_K
-    for step in range(kept * parts):
+    for step in range(tl.load(count_ptr + row) * parts):
         block = tl.load(index_ptr + step // parts)
         start_k = block * BLOCK_K + step % parts * TILE_K
         k = _load_tile(k_ptr, start_k, length_k, k_token, TILE_K, DIM)
@@ -104,7 +105,7 @@ def forward_kernel(
 
 @triton.jit
 def grad_query_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, lse_ptr, grad_lse_ptr, delta_ptr, grad_q_ptr, index_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, grad_out_ptr, lse_ptr, grad_lse_ptr, delta_ptr, grad_q_ptr, index_ptr, count_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
     heads, length_q, length_k, query_blocks, kept, scale,
     DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
@@ -132,12 +133,13 @@ def grad_query_kernel(
     lse = tl.load(lse_ptr + at_rows, mask=inside, other=float("inf"))
     k_ptr += batch * k_batch + head * k_head
     v_ptr += batch * v_batch + head * v_head
-    index_ptr += (sequence * query_blocks + start_q // BLOCK_Q) * kept
+    row = sequence * query_blocks + start_q // BLOCK_Q
+    index_ptr += row * kept
     grad_out = _operand(grad_out, UPCAST)
     columns = tl.arange(0, TILE_K)
     grad_q = tl.zeros([TILE_Q, DIM], tl.float32)
     parts: tl.constexpr = BLOCK_K // TILE_K
-    for step in range(kept * parts):
+    for step in range(tl.load(count_ptr + row) * parts):
         block = tl.load(index_ptr + step // parts)
         start_k = block * BLOCK_K + step % parts * TILE_K
         k = _load_tile(k_ptr, start_k, length_k, k_token, TILE_K, DIM)

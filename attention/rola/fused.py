@@ -327,10 +327,11 @@ def _summary_of(plan: _Plan, summary: torch.Tensor | None, tokens: slice) -> tor
     if summary is None or plan.excluded is None:
         return summary
     entries = summary.flatten(0, 2)
-    picks = _picks(plan, summary, tokens)
+    picks, real = _picks(plan, summary, tokens)
     left_out = torch.zeros((picks.shape[0], *entries.shape[1:]), dtype=summary.dtype, device=summary.device)
-    for column in picks.unbind(dim=1):
-        left_out += entries.index_select(0, column)
+    for column, present in zip(picks.unbind(dim=1), real.unbind(dim=1), strict=True):
+        picked = entries.index_select(0, column)
+        left_out += picked.masked_fill_(~present[:, None, None], 0.0) if plan.excluded.ragged else picked
     return summary[:, :, -1:] - left_out.unflatten(0, (*summary.shape[:2], -1))
 
 
@@ -343,17 +344,24 @@ def _spread(plan: _Plan, total: torch.Tensor | None, part: torch.Tensor | None, 
         return
     total[:, :, -1:] += part.sum(dim=2, keepdim=True)
     entries = total.flatten(0, 2)
-    for column in _picks(plan, total, tokens).unbind(dim=1):
-        entries.index_add_(0, column, part.flatten(0, 2), alpha=-1)
+    slopes = part.flatten(0, 2)
+    picks, real = _picks(plan, total, tokens)
+    for column, present in zip(picks.unbind(dim=1), real.unbind(dim=1), strict=True):
+        own = slopes.masked_fill(~present[:, None, None], 0.0) if plan.excluded.ragged else slopes
+        entries.index_add_(0, column, own, alpha=-1)
 
 
-def _picks(plan: _Plan, summary: torch.Tensor, tokens: slice) -> torch.Tensor:
-    """Entries that the query blocks of a chunk leave out, counted over batch and heads: int64 [rows, kept]."""
+def _picks(plan: _Plan, summary: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries that the query blocks of a chunk leave out, counted over batch and heads: int64 [rows, kept].
+
+    Second, which of them there are, bool: a ragged map leaves some places empty.
+    """
     assert plan.excluded is not None
     size = plan.excluded.block_size_q
     own = plan.excluded.indices[:, :, tokens.start // size : -(-tokens.stop // size)]
     sequences = torch.arange(summary.shape[0] * summary.shape[1], device=own.device) * summary.shape[2]
-    return (own + sequences.reshape(*summary.shape[:2], 1, 1)).flatten(0, 2)
+    real = own < plan.excluded.num_key_blocks
+    return (own + sequences.reshape(*summary.shape[:2], 1, 1)).flatten(0, 2), real.flatten(0, 2)
 
 
 def _blocks_of(plan: _Plan, tokens: slice) -> slice:
