@@ -10,6 +10,7 @@ import typer
 
 from . import (
     commands_batch,
+    commands_convert,
     commands_distill,
     commands_doctor,
     commands_evaluate,
@@ -46,6 +47,7 @@ def _root(
 app.command("generate")(guarded(commands_generate.generate))
 app.command("batch")(guarded(commands_batch.batch))
 app.command("evaluate")(guarded(commands_evaluate.evaluate))
+app.command("convert")(guarded(commands_convert.convert))
 app.command("doctor")(guarded(commands_doctor.doctor))
 app.add_typer(commands_distill.app, name="distill")
 app.add_typer(commands_recipes.app, name="recipes")
