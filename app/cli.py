@@ -10,6 +10,7 @@ import typer
 
 from . import (
     commands_batch,
+    commands_bench,
     commands_convert,
     commands_distill,
     commands_doctor,
@@ -49,6 +50,7 @@ app.command("batch")(guarded(commands_batch.batch))
 app.command("evaluate")(guarded(commands_evaluate.evaluate))
 app.command("convert")(guarded(commands_convert.convert))
 app.command("doctor")(guarded(commands_doctor.doctor))
+app.add_typer(commands_bench.app, name="bench")
 app.add_typer(commands_distill.app, name="distill")
 app.add_typer(commands_recipes.app, name="recipes")
 app.add_typer(commands_tiny.app, name="tiny")

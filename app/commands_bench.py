@@ -1,0 +1,123 @@
+"""`videospark bench`: what each part costs on this machine, against its peers and against the machine's limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from .console import check_writable, dump_json, guarded, require_at_least, write_text
+
+app = typer.Typer(help="Measure attention, products and kernels on this machine.", no_args_is_help=True)
+
+OUTPUT = typer.Option(None, "--output", help="Folder for the table (Markdown) and the numbers (JSON).")
+
+
+@app.command("attention")
+@guarded
+def attention(
+    shape: str = typer.Option("", "--shape", help="A named shape; default: wan-480p-2-heads on a CPU, else wan-480p."),
+    backends: str = typer.Option("", "--backends", help="Names, with commas; default: all that can run here."),
+    keep: str = typer.Option("0.03,0.05,0.1", "--keep", help="Keep ratios, with commas."),
+    blocks: str = typer.Option("128,64", "--blocks", help="Tokens of a query and of a key block."),
+    backward: bool = typer.Option(False, "--backward", help="Forward and backward together."),
+    repeats: int = typer.Option(3, "--repeats", help="Runs of each; the median counts."),
+    device: str | None = typer.Option(None, "--device", help="cpu, cuda, ...; default: the best one."),
+    dtype: str = typer.Option("bfloat16", "--dtype", help="bfloat16, float16 or float32."),
+    check: bool = typer.Option(False, "--check", help="Also compute each output's error against float32."),
+    output: Path | None = OUTPUT,
+) -> None:
+    """One layer's self-attention: every backend against SDPA, with the share of the GEMM peak of this very run."""
+    require_at_least("repeats", repeats, 1)
+    if output is not None:
+        check_writable(output / "attention.json", "output")
+
+    import torch
+
+    from ..benchmarks import attention as bench
+    from ..benchmarks.timing import machine
+    from ..core.config import ConfigError
+    from ..core.devices import pick_device
+
+    where = str(pick_device(device))
+    name = shape or ("wan-480p-2-heads" if where == "cpu" else "wan-480p")
+    if name not in bench.SHAPES:
+        raise ConfigError(f"shape: got {name!r}; must be one of {', '.join(bench.SHAPES)}")
+    kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if dtype not in kinds:
+        raise ConfigError(f"dtype: got {dtype!r}; must be one of {', '.join(kinds)}")
+    sizes = _numbers("blocks", blocks, int)
+    if len(sizes) != 2:
+        raise ConfigError(f"blocks: got {blocks!r}; must be two numbers, as in 128,64")
+    chosen = [part.strip() for part in backends.split(",") if part.strip()] or _able(where, dtype, bench, name, sizes)
+    title = f"Self-attention, {name}: {bench.SHAPES[name].tokens} tokens, {bench.SHAPES[name].heads} heads of " + (
+        f"{bench.SHAPES[name].head_dim}, {dtype}, blocks {sizes[0]}/{sizes[1]}"
+        + (", with backward" if backward else "")
+    )
+    typer.echo(f"{title}; backends: {', '.join(chosen)}", err=True)
+    rows = []
+    for row in bench.bench_attention(
+        bench.SHAPES[name], device=where, dtype=kinds[dtype], backends=chosen, keep_ratios=_numbers("keep", keep, float),
+        block_sizes=(sizes[0], sizes[1]), backward=backward, repeats=repeats, check=check,
+    ):  # fmt: skip
+        rows.append(row)
+        typer.echo(
+            f"{row.backend:<14} keep {row.keep_ratio:.2f}  {row.seconds:9.4f} s  {row.over_sdpa:6.1f}x", err=True
+        )
+    _finish("attention", bench.markdown(rows, title), [dataclasses.asdict(row) for row in rows], machine(where), output)
+
+
+@app.command("kernels")
+@guarded
+def kernels(
+    targets: str = typer.Option("", "--targets", help="Chips such as sm_90, with commas; default: all."),
+    only: str = typer.Option("", "--only", help="Only cases whose name contains this."),
+    output: Path | None = OUTPUT,
+) -> None:
+    """Compile every Triton kernel for GPUs that are not here: registers, spills, shared memory, matrix instruction."""
+    if output is not None:
+        check_writable(output / "kernels.json", "output")
+
+    from ..benchmarks.compile import TARGETS, compile_report
+
+    chosen = [part.strip() for part in targets.split(",") if part.strip()] or list(TARGETS)
+    rows = compile_report(chosen, only)
+    if output is not None:
+        write_text(output / "kernels.json", dump_json([dataclasses.asdict(row) for row in rows]))
+        typer.echo(str(output / "kernels.json"))
+    if any(row.faults for row in rows):
+        raise typer.Exit(1)
+
+
+def _able(device: str, dtype: str, bench: Any, shape: str, sizes: list[int]) -> list[str]:
+    from ..attention.backends import available_backends, get_backend
+    from ..attention.config import AttentionConfig
+
+    able = []
+    for name in available_backends():
+        if name in ("auto", "dense", "reference"):  # SDPA stands for dense; the reference is not for this size
+            continue
+        config = AttentionConfig(name, block_size_q=sizes[0], block_size_k=sizes[1])
+        kind = device.partition(":")[0]
+        if not get_backend(name).constraints.problems(config, kind, dtype, bench.SHAPES[shape].head_dim):
+            able.append(name)
+    return able
+
+
+def _numbers(name: str, text: str, kind: Any) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name}: got {text!r}; must be numbers with commas between them") from None
+
+
+def _finish(name: str, table: str, rows: list[dict[str, Any]], where: dict[str, Any], output: Path | None) -> None:
+    typer.echo(table)
+    if output is None:
+        return
+    note = "  \n".join(f"{key}: {value}" for key, value in where.items())
+    write_text(output / f"{name}.md", f"{table}\n{note}\n")
+    write_text(output / f"{name}.json", dump_json({"machine": where, "rows": rows}))
+    typer.echo(str(output / f"{name}.json"))

@@ -1,0 +1,1 @@
+"""Measurements of this package on the machine at hand, and of its kernels on machines that are not."""

@@ -1,0 +1,65 @@
+"""The benchmarks run and count right; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from videospark.app.cli import app
+from videospark.benchmarks.attention import SHAPES, Shape, bench_attention, markdown
+from videospark.benchmarks.timing import gemm_peak, measure
+from videospark.core.config import ConfigError
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_count_the_kept_pairs(backward):
+    shape = Shape(2, 8, 13, 2, 32)
+    rows = list(
+        bench_attention(
+            shape, backends=["gather", "dense"], keep_ratios=[0.25], block_sizes=(16, 16), backward=backward,
+            repeats=1, check=not backward, dtype=torch.float32,
+        )
+    )  # fmt: skip
+    assert [row.backend for row in rows] == ["sdpa", "gather", "dense"]
+    sdpa, gather, dense = rows
+    assert 0.7 < gather.sparsity < 0.8 and dense.sparsity == 0
+    per_pair = (14 if backward else 4) * 32
+    work = per_pair * 2 * shape.tokens**2
+    assert gather.operations_per_second * gather.seconds == pytest.approx((1 - gather.sparsity) * work)
+    assert gather.over_sdpa == pytest.approx(sdpa.seconds / gather.seconds)
+    assert backward or gather.error < 1e-5
+    assert "| gather | 0.25 |" in markdown(rows, "title")
+
+
+def test_backends_that_cannot_run_are_refused_before_measuring(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="backends: got 'flex'"):
+        next(bench_attention(SHAPES["tiny-96"], backends=["flex"], dtype=torch.float64))
+
+
+def test_measure_and_peak():
+    calls = []
+    timing = measure(lambda: calls.append(0), "cpu", repeats=3, warm_up=2)
+    assert len(calls) == 5 and timing.low <= timing.median <= timing.high and timing.repeats == 3
+    assert gemm_peak("cpu", torch.float32, repeats=1) > 1e8
+    with pytest.raises(ConfigError, match="repeats"):
+        measure(lambda: None, "cpu", repeats=0)
+
+
+def test_command_writes_table_and_numbers(tmp_path):
+    arguments = ["bench", "attention", "--shape", "tiny-96", "--backends", "gather", "--keep", "0.1,0.5"]
+    arguments += ["--blocks", "16,16", "--repeats", "1", "--device", "cpu", "--output", str(tmp_path / "results")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    data = json.loads((tmp_path / "results/attention.json").read_text())
+    assert [row["keep_ratio"] for row in data["rows"]] == [1.0, 0.1, 0.5] and data["machine"]["device"] == "cpu"
+    assert "share of GEMM peak" in (tmp_path / "results/attention.md").read_text()
+
+
+@pytest.mark.parametrize("wrong", [["--shape", "x"], ["--blocks", "64"], ["--keep", "a"], ["--dtype", "int8"]])
+def test_wrong_options_are_named(wrong):
+    result = CliRunner().invoke(app, ["bench", "attention", *wrong])
+    assert result.exit_code == 2 and wrong[0].strip("-") in result.stderr
