@@ -57,9 +57,9 @@ def attention(
         + (", with backward" if backward else "")
     )
     typer.echo(f"{title}; backends: {', '.join(chosen)}", err=True)
-    rows = []
+    rows, ratios = [], _numbers("keep", keep, float)
     for row in bench.bench_attention(
-        bench.SHAPES[name], device=where, dtype=kinds[dtype], backends=chosen, keep_ratios=_numbers("keep", keep, float),
+        bench.SHAPES[name], device=where, dtype=kinds[dtype], backends=chosen, keep_ratios=ratios,
         block_sizes=(sizes[0], sizes[1]), backward=backward, repeats=repeats, check=check,
     ):  # fmt: skip
         rows.append(row)

@@ -19,6 +19,7 @@ class Stage(str, enum.Enum):
 
     all = "all"
     vae = "vae"
+    decoder = "decoder"
     teacher = "teacher"
     grid = "grid"
     export = "export"

@@ -1,8 +1,8 @@
 """Self-attention of one layer: our backends against SDPA and flex_attention, in one run on one machine.
 
 Seconds include the routing: a backend is called as a pipeline calls it. Operations are those of the kept pairs, 4
-head_dim each and 10 more with the backward pass, which recomputes the scores, so the share of the GEMM peak says how well
-the work that is left is done.
+head_dim each and 10 more with the backward pass, which recomputes the scores, so the share of the GEMM peak says how
+well the work that is left is done.
 """
 
 from __future__ import annotations

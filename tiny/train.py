@@ -1,6 +1,7 @@
 """The shipped weights from nothing, in resumable stages.
 
     vae      the video autoencoder                                          -> OUTPUT/vae
+    decoder  its decoder alone, for sharper shapes in the same latents      -> OUTPUT/decoder
     teacher  denoiser and text encoder at 64 x 64 x 17, 320 tokens          -> OUTPUT/teacher
     grid     the same weights at 96 x 96 x 17, 720 tokens                   -> OUTPUT/grid
     export   the pipeline in diffusers layout, bf16, with its defaults      -> OUTPUT/checkpoint
@@ -20,15 +21,16 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from .components import FPS, NUM_FRAMES, build_scheduler, build_text_encoder, build_tokenizer, build_transformer
 from .pictures import loss_curve, reconstruction_sheet, sample_sheet
 from .train_teacher import GridStage, encode_dataset, train_grid
-from .train_vae import train_vae
+from .train_vae import train_decoder, train_vae
 
-Stage = Literal["all", "vae", "teacher", "grid", "export"]
+Stage = Literal["all", "vae", "decoder", "teacher", "grid", "export"]
 
 VAE_STEPS = 1800
 TEACHER = GridStage(
     "teacher", size=64, num_clips=16384, num_steps=12000, batch_size=16, muon_lr=2e-3, adamw_lr=1.5e-3, shift=3.0
 )
 GRID = GridStage("grid", size=96, num_clips=8192, num_steps=800, batch_size=8, muon_lr=7e-4, adamw_lr=5e-4, shift=4.0)
+DECODER_STEPS = 600
 QUICK_VAE_STEPS = 10
 QUICK = {
     "teacher": GridStage("teacher", 32, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
@@ -51,7 +53,7 @@ def train(output: Path, stage: Stage = "all", *, quick: bool = False, compile_ke
     """
     if stage not in get_args(Stage):
         raise ValueError(f"stage: got {stage!r}; must be one of {get_args(Stage)}")
-    order = ("vae", "teacher", "grid", "export") if stage == "all" else (stage,)
+    order = ("vae", "decoder", "teacher", "grid", "export") if stage == "all" else (stage,)
     result = output
     for name in order:
         result = _STAGES[name](output, quick, compile_kernels)
@@ -68,8 +70,21 @@ def _train_vae(output: Path, quick: bool, compile_kernels: bool) -> Path:
     return folder
 
 
-def _load_vae(output: Path) -> AutoencoderKLWan:
-    folder = output / "vae" / "model"
+def _train_decoder(output: Path, quick: bool, compile_kernels: bool) -> Path:
+    steps = QUICK_VAE_STEPS if quick else DECODER_STEPS
+    vae = train_decoder(output, _load_vae(output, "vae"), num_steps=steps, compile_kernels=compile_kernels)
+    folder = output / "decoder"
+    vae.save_pretrained(folder / "model")
+    loss_curve(folder / "log.jsonl", folder / "psnr.png", key="psnr_db")
+    reconstruction_sheet(vae, folder / "reconstruction.png", size=32 if quick else 96)
+    return folder
+
+
+def _load_vae(output: Path, stage: str | None = None) -> AutoencoderKLWan:
+    """The autoencoder of a stage; by default of the latest one that was run (all share their latents)."""
+    if stage is None:
+        stage = "decoder" if (output / "decoder" / "model").is_dir() else "vae"
+    folder = output / stage / "model"
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: the vae stage has not been run")
     return AutoencoderKLWan.from_pretrained(folder).eval()
@@ -152,4 +167,10 @@ def export(output: Path, stage: str, *, size: int) -> Path:
     return folder
 
 
-_STAGES = {"vae": _train_vae, "teacher": _train_teacher, "grid": _train_larger_grid, "export": _export}
+_STAGES = {
+    "vae": _train_vae,
+    "decoder": _train_decoder,
+    "teacher": _train_teacher,
+    "grid": _train_larger_grid,
+    "export": _export,
+}

@@ -105,6 +105,62 @@ def train_vae(root: Path, *, num_steps: int, batch_size: int = 8, compile_kernel
     return vae
 
 
+def train_decoder(
+    root: Path, vae: AutoencoderKLWan, *, num_steps: int, batch_size: int = 6, compile_kernels: bool = True
+) -> AutoencoderKLWan:
+    """Train the decoder alone, at a gentler rate; the latents, and what was trained on them, stay as they are.
+
+    Latents are rounded to bfloat16, as the denoiser's data are.
+    """
+    folder = StageFolder(root, "decoder")
+    parts = torch.nn.ModuleDict({"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv}).train()
+    kernels = [p for name, p in parts.named_parameters() if p.ndim >= 4 and p.shape[0] >= 8 and "conv_in" not in name]
+    chosen = {id(p) for p in kernels}
+    others = [p for p in parts.parameters() if id(p) not in chosen]
+    optimizers = Optimizers(kernels, others, muon_lr=1e-3, adamw_lr=5e-4, num_steps=num_steps, decay_share=0.7)
+    average = AveragedWeights(parts, 0.99)
+    step = 0
+    if (found := folder.load()) is not None:
+        step, tensors, optimizer_state = found
+        parts.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+        average.values = {k[4:]: v for k, v in tensors.items() if k.startswith("ema.")}
+        optimizers.load_state_dict(optimizer_state)
+    activate = fast_forward._normalize_and_activate
+    if compile_kernels:
+        torch._dynamo.config.recompile_limit = 64
+        activate = torch.compile(activate)
+
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(_decoder_batch, step, batch_size)
+        while step < num_steps:
+            video, ahead = ahead.result(), pool.submit(_decoder_batch, step + 1, batch_size)
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad():
+                    latents = fast_forward.encode_moments(vae, video)[0].bfloat16()
+                output = fast_forward.decode_latents(vae, latents, activate)
+            error = output.float() - video
+            mse = error.square().mean()
+            edges = error.diff(dim=3).abs().mean() + error.diff(dim=4).abs().mean()
+            (error.abs().mean() + mse + 2 * edges).backward()
+            norm = optimizers.step(step, clip=1.0)
+            average.update(parts, step)
+            step += 1
+            if step % 20 == 0:
+                psnr = float(10 * torch.log10(4 / mse.detach()))
+                folder.log(step, psnr_db=psnr, l1=float(error.detach().abs().mean()), grad_norm=norm)
+            if step % 100 == 0 or step == num_steps:
+                tensors = {f"model.{k}": v for k, v in parts.state_dict().items()}
+                folder.save(step, tensors | {f"ema.{k}": v for k, v in average.values.items()}, optimizers.state_dict())
+    average.copy_to(parts)
+    return vae.eval()
+
+
+def _decoder_batch(index: int, batch_size: int) -> torch.Tensor:
+    # As in the first stage, with new clips: seeds beyond those that it saw.
+    index += 1_000_000
+    return crops(index, 2, WHOLE) if index % 4 == 3 else crops(index, batch_size, CROP)
+
+
 @torch.no_grad()
 def latent_statistics(vae: AutoencoderKLWan, num_clips: int = 24) -> tuple[list[float], list[float]]:
     """Per-channel mean and standard deviation of the latents of training clips."""
