@@ -169,8 +169,6 @@ class QuantizedLinear(ReplacedLinear):
             ConfigError: a weight is NaN or infinite.
         """
         weight = linear.weight.detach()
-        if not torch.isfinite(weight).all():
-            raise ConfigError(f"{name or 'layer'}.weight: got NaN or infinite values; must be finite to be quantized")
         hot = 0 if hot_index is None else hot_index.numel()
         made = cls(
             linear.in_features, linear.out_features, config,
@@ -182,6 +180,10 @@ class QuantizedLinear(ReplacedLinear):
             made.hot_weight = weight.index_select(1, made.hot_index).contiguous()
             weight = weight.index_fill(1, made.hot_index, 0.0)
         made.weight, made.weight_scale = quantize_weight(weight, made.number, made.granularity)
+        # The scale follows the largest number of a row, so that nothing broken escapes it.
+        finite = torch.isfinite(made.weight_scale).all()
+        if not (finite and (made.hot_weight is None or torch.isfinite(made.hot_weight).all())):
+            raise ConfigError(f"{name or 'layer'}.weight: got NaN or infinite values; must be finite to be quantized")
         if linear.bias is not None:
             made.bias = linear.bias.detach().clone()
         return made

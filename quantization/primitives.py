@@ -17,7 +17,8 @@ Granularity = Literal["row", "tensor"]
 
 DTYPES: dict[str, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LIMITS: dict[str, float] = {"fp8": 448.0, "int8": 127.0}
-_WEIGHT_CHUNK_ELEMENTS = 2**22
+_WEIGHT_CHUNK_ELEMENTS = 2**18
+"""Numbers of a weight that are quantized at a time: big intermediate results would leave holes in the heap."""
 SCALE_FLOOR = 1e-12
 """Smallest scale: rows of zeros divide by it and stay zero."""
 
@@ -90,16 +91,16 @@ def quantize_weight(
     Works in runs of rows, so that a big layer needs only little float32 memory beside itself.
     """
     outputs, inputs = weight.shape
-    if granularity == "tensor" or weight.numel() <= _WEIGHT_CHUNK_ELEMENTS:
-        whole = quantize_rows(weight, number, granularity)
-        return whole.values, whole.scale
     values = torch.empty(outputs, inputs, dtype=DTYPES[number], device=weight.device)
-    scale = torch.empty(outputs, 1, dtype=torch.float32, device=weight.device)
-    step = max(_WEIGHT_CHUNK_ELEMENTS // inputs, 1)
-    for start in range(0, outputs, step):
-        part = quantize_rows(weight[start : start + step], number)
-        values.view(torch.int8)[start : start + step] = part.values.view(torch.int8)
-        scale[start : start + step] = part.scale
+    amax = torch.empty(outputs, 1, dtype=torch.float32, device=weight.device)
+    step = max(_WEIGHT_CHUNK_ELEMENTS // max(inputs, 1), 1)
+    parts = [slice(start, start + step) for start in range(0, outputs, step)]
+    for part in parts:
+        amax[part] = weight[part].abs().amax(dim=-1, keepdim=True).float()
+    scale = scales(amax.amax(dim=0, keepdim=True) if granularity == "tensor" else amax, number)
+    for part in parts:
+        divided = weight[part].float() / (scale if granularity == "tensor" else scale[part])
+        values.view(torch.int8)[part] = to_grid(divided, number).view(torch.int8)
     return values, scale
 
 

@@ -90,11 +90,13 @@ def test_narrow_is_a_run_of_rows(granularity, scales):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_weight_quantized_in_runs_is_the_same(number, monkeypatch):
-    weight = gaussian(37, 20)
-    whole = quantize_rows(weight, number)
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_quantized_in_runs_is_the_same(number, granularity, dtype, monkeypatch):
+    weight = gaussian(37, 20).to(dtype)
+    whole = quantize_rows(weight, number, granularity)
     monkeypatch.setattr("videospark.quantization.primitives._WEIGHT_CHUNK_ELEMENTS", 100)
-    values, scale = quantize_weight(weight, number)
+    values, scale = quantize_weight(weight, number, granularity)
     assert torch.equal(values.view(torch.int8), whole.values.view(torch.int8)) and torch.equal(scale, whole.scale)
 
 
