@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from .console import check_writable, dump_json, require_at_least, write_text
+from .console import check_writable, dump_json, quiet_loading, require_at_least, write_text
 from .model_folder import locate_model
 
 SPEED_ROUNDS = 3
@@ -113,6 +113,7 @@ class _Candidate:
         from .clip_maker import ClipMaker
 
         typer.echo(f"{self.name}: loading {self.model} on {shared['device']}", err=True)
+        quiet_loading(self.model)
         pipe = loading.load(
             self.model,
             device=shared["device"],

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from .console import check_writable, dump_json, parse_size, require_at_least, write_text
+from .console import check_writable, dump_json, parse_size, quiet_loading, require_at_least
 from .model_folder import locate_model, read_defaults, stand_in
 
 # What the diffusers pipelines make when nobody says a size.
@@ -34,6 +34,9 @@ def generate(
     from_sidecar: Path | None = typer.Option(
         None, "--from-sidecar", help="Repeat an earlier clip from its JSON; options given here override it."
     ),
+    allow_untrained: bool = typer.Option(
+        False, "--allow-untrained", help="Run a recipe that needs training on weights that do not declare it."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON on stdout."),
 ) -> None:
     """Generate one clip: an mp4, a contact sheet and a JSON sidecar that reproduces it."""
@@ -48,7 +51,7 @@ def generate(
     given = {name: value for name, value in given.items() if value is not None}
     _check_numbers(given)
 
-    job = _prepare(given, recipe, model, device, output, from_sidecar)
+    job = _prepare(given, recipe, model, device, output, from_sidecar, allow_untrained)
     result, paths, recipe_table = _run(job, output)
     report = {
         "video": str(paths["video"]),
@@ -80,8 +83,9 @@ def _check_steps(recipe: Any, steps: int | None) -> None:
 class _Job:
     """Everything that is known before a weight is read."""
 
-    def __init__(self, request: Any, recipe: Any, model: str, device: Any) -> None:
+    def __init__(self, request: Any, recipe: Any, model: str, device: Any, allow_untrained: bool) -> None:
         self.request, self.recipe, self.model, self.device = request, recipe, model, device
+        self.allow_untrained = allow_untrained
 
 
 def _prepare(
@@ -91,6 +95,7 @@ def _prepare(
     device: str | None,
     output: Path,
     from_sidecar: Path | None,
+    allow_untrained: bool,
 ) -> _Job:
     """Check all that can be checked without the weights: the output, the recipe, the model's place, the size."""
     if output.suffix.lower() != ".mp4":
@@ -130,7 +135,8 @@ def _prepare(
         check_size(strides, *(getattr(request, name) or size[name] for name in DIFFUSERS_SIZE))
     chosen_device = pick_device(device)
     check_output(output)  # last: it makes the folder, which a refused request must not leave behind
-    return _Job(request, resolved_recipe, model, chosen_device)
+    untrained = allow_untrained or bool(sidecar.get("allow_untrained"))
+    return _Job(request, resolved_recipe, model, chosen_device, untrained)
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
@@ -155,13 +161,19 @@ def _run(job: _Job, output: Path) -> tuple[Any, dict[str, Path], str]:
 
     typer.echo(f"loading {job.model} on {job.device}", err=True)
     with_image = job.request.image is not None
-    pipe = loading.load(job.model, device=job.device, recipe=job.recipe, image_to_video=with_image)
+    quiet_loading(job.model)
+    pipe = loading.load(
+        job.model,
+        device=job.device,
+        recipe=job.recipe,
+        image_to_video=with_image,
+        allow_untrained=job.allow_untrained,
+    )
     pipe.set_progress_bar_config(disable=True)  # ours shows the same on every pipeline
     with StepProgress() as progress:
         result = generate_clip(pipe, job.request, on_step=progress.on_step)
-    paths = {name: Path(path) for name, path in write_result(result, output).items()}
-    sidecar = {**read_sidecar(paths["sidecar"]), "model": job.model}  # --from-sidecar loads the same model again
-    write_text(paths["sidecar"], dump_json(sidecar))
+    # --from-sidecar loads the same model again.
+    paths = write_result(result, output, extra={"model": job.model, "allow_untrained": job.allow_untrained})
     return result, paths, str(current_report(pipe) or "no recipe: the model as it is")
 
 

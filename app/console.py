@@ -146,3 +146,17 @@ def _plain(value: Any) -> Any:
         if hasattr(value, converter):
             return getattr(value, converter)()
     raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def quiet_loading(model: str) -> None:
+    """Silence the loading bars of diffusers and transformers for a local folder, whose reading takes moments.
+
+    For a hub id they stay: a download is long. Meant for a command's own process; a library leaves them alone.
+    """
+    if not Path(model).is_dir():
+        return
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
