@@ -10,6 +10,7 @@ import typer
 
 from . import (
     commands_batch,
+    commands_calibrate,
     commands_bench,
     commands_convert,
     commands_distill,
@@ -48,6 +49,7 @@ def _root(
 app.command("generate")(guarded(commands_generate.generate))
 app.command("batch")(guarded(commands_batch.batch))
 app.command("evaluate")(guarded(commands_evaluate.evaluate))
+app.command("calibrate")(guarded(commands_calibrate.calibrate))
 app.command("convert")(guarded(commands_convert.convert))
 app.command("doctor")(guarded(commands_doctor.doctor))
 app.add_typer(commands_bench.app, name="bench")

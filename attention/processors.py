@@ -130,7 +130,7 @@ class SelfAttentionProcessor:
                 heads, rotary_emb = ranks.heads_of(attn.heads), context.tables
                 query, key, value = (ranks.to_heads(tensor) for tensor in (query, key, value))
                 gate = None if gate is None else ranks.to_heads(gate)
-            rotated = (query, key) if rotary_emb is None else (_rotate(query, *rotary_emb), _rotate(key, *rotary_emb))
+            rotated = (query, key) if rotary_emb is None else (rotate(query, *rotary_emb), rotate(key, *rotary_emb))
         backend = self.dense if dense else self.backend
         out = backend(*rotated, value, context=context, config=self.state.config)
         if branch is not None:
@@ -169,7 +169,7 @@ class SelfAttentionProcessor:
             raise NotImplementedError(f"context parallelism: {'; '.join(problems)}")
 
 
-def _rotate(tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate each pair of channels of tokens [batch, tokens, heads, head_dim]; the tables hold every angle twice."""
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     pairs = tokens.unflatten(-1, (-1, 2))

@@ -371,6 +371,10 @@ KERNELS: dict[RolaKernel, Any] = {
 _FLOAT32 = ("gate_ptr", "grad_gate_ptr", "sums_ptr", "cos_ptr", "sin_ptr", "scaled_eps", "match_eps")
 
 
+SPILLING = ("summary", 128, "gfx942")
+"""On MI300 every warp holds the whole maps in registers, and those of this rank do not fit: it runs, but spills."""
+
+
 def compile_cases() -> list[CompileCase]:
     """What the kernels are compiled as without a GPU: ranks and head sizes of Wan, the smallest and the widest."""
     cases = []
@@ -381,6 +385,8 @@ def compile_cases() -> list[CompileCase]:
         for kernel in KERNELS:
             by_tiles: dict[RolaTiles, list[str]] = {}
             for target, shared_memory in SHARED_MEMORY_LIMITS.items():
+                if (kernel, rank, target) == SPILLING:
+                    continue
                 tiles = choose_rola_tiles(
                     kernel, rank=rank, head_dim=dim, item_bytes=4 if dtype == "fp32" else 2, shared_memory=shared_memory
                 )

@@ -11,6 +11,7 @@ from typing import Literal
 RolaKernel = Literal["summary", "outer", "merge", "grad_query", "grad_key_value"]
 
 SMALL_MEMORY = 128 * 1024
+SMALLEST_MEMORY = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,13 @@ def choose_rola_tiles(
         shared_memory: bytes that a program can have on this chip.
     """
     if item_bytes == 4:
-        return RolaTiles(16, min(head_dim, 32), 4, 1)
+        return RolaTiles(16, min(head_dim, 32), 8 if kernel.startswith("grad") else 4, 1)
     small = shared_memory < SMALL_MEMORY
     columns = min(head_dim, 64 if rank > 64 or small else 128)
     stages = 1 if small else 2
+    if rank > 64 and shared_memory <= SMALLEST_MEMORY and kernel not in ("outer", "merge"):
+        # With larger tiles the two halves of wide features do not fit the registers of MI300.
+        return RolaTiles(16, min(head_dim, 32), 8, 1)
     if kernel in ("summary", "outer"):
         # Sums stay in registers while tiles of tokens go by.
         return RolaTiles(64 if rank <= 64 else 32, columns, 4 if rank <= 64 else 8, stages)
