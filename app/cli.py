@@ -10,14 +10,15 @@ import typer
 
 from . import (
     commands_batch,
-    commands_calibrate,
     commands_bench,
+    commands_calibrate,
     commands_convert,
     commands_distill,
     commands_doctor,
     commands_evaluate,
     commands_generate,
     commands_recipes,
+    commands_serve,
     commands_tiny,
 )
 from .console import guarded, package_version
@@ -48,6 +49,7 @@ def _root(
 
 app.command("generate")(guarded(commands_generate.generate))
 app.command("batch")(guarded(commands_batch.batch))
+app.command("serve")(guarded(commands_serve.serve))
 app.command("evaluate")(guarded(commands_evaluate.evaluate))
 app.command("calibrate")(guarded(commands_calibrate.calibrate))
 app.command("convert")(guarded(commands_convert.convert))

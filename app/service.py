@@ -21,11 +21,12 @@ from PIL import Image
 
 from ..core.config import require
 from ..pipelines.generation import GenerationCancelled, GenerationRequest
+from ..pipelines.recipe import Recipe
 from ..pipelines.video_io import read_image
 from .console import describe_error
 from .engine import Engine
 from .history import Clip, History, new_id
-from .service_data import NotReady, QueueFull, ServiceLimits, Snapshot, Status, short_cause
+from .service_data import NotReady, QueueFull, ServiceLimits, Snapshot, Status, recipe_name, short_cause
 
 _LOG = logging.getLogger("videospark.service")
 _FORGET_AFTER = 1000
@@ -105,7 +106,7 @@ class GenerationService:
         """Whether a model is loaded and requests run at once."""
         return self._ready.is_set() and self._load_error is None
 
-    def check(self, request: GenerationRequest, recipe: str | None = None) -> GenerationRequest:
+    def check(self, request: GenerationRequest, recipe: str | Recipe | None = None) -> GenerationRequest:
         """The request resolved and held against the limits, as `submit` does; raises what it raises."""
         engine = self.wait_until_ready()
         self.limits.check_texts(request)
@@ -116,7 +117,7 @@ class GenerationService:
     def submit(
         self,
         request: GenerationRequest,
-        recipe: str | None = None,
+        recipe: str | Recipe | None = None,
         *,
         owner: str | None = None,
         label: str = "",
@@ -127,7 +128,7 @@ class GenerationService:
 
         Args:
             request: what to make.
-            recipe: a preset's name; None is the model's own.
+            recipe: a preset's name or a Recipe; None is the model's own.
             owner: only they may ask for it later; None is everybody.
             label: what the asker calls it.
             group: id of a job file.
@@ -154,7 +155,7 @@ class GenerationService:
             heapq.heappush(self._waiting, (background, next(self._numbers), request_id))
             self._update_positions()
             self._changed.notify_all()
-        _LOG.info("request %s: queued, owner %s, recipe %s", request_id, owner, recipe)
+        _LOG.info("request %s: queued, owner %s, recipe %s", request_id, owner, recipe_name(recipe))
         return request_id
 
     def submit_group(self, jobs: Sequence[Any], *, owner: str | None = None) -> str:
@@ -337,9 +338,10 @@ class GenerationService:
         result = engine.run(request, task.snapshot.recipe, on_step=on_step, on_clean_latents=on_clean_latents)
         if task.cancel.is_set():
             raise GenerationCancelled
+        asked = task.snapshot
         origin = {
-            "id": task.snapshot.id, "owner": task.owner, "recipe": task.snapshot.recipe, "label": task.snapshot.label,
-            "group": task.snapshot.group, "created": task.created, "queue_seconds": round(started - task.created, 3),
+            "id": asked.id, "owner": task.owner, "recipe": recipe_name(asked.recipe), "label": asked.label,
+            "group": asked.group, "created": task.created, "queue_seconds": round(started - task.created, 3),
         }  # fmt: skip
         clip = self.history.store(task.snapshot.id, result, {"model": self.model_name, "service": origin})
         seconds = clip.sidecar["stages"]["seconds"]

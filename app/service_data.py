@@ -9,6 +9,7 @@ import numpy as np
 
 from ..core.config import ConfigError, require
 from ..pipelines.generation import GenerationRequest
+from ..pipelines.recipe import Recipe
 from .console import describe_error
 from .engine import is_out_of_memory
 
@@ -109,7 +110,7 @@ class Snapshot:
     preview: np.ndarray | None = None
     error: str | None = None
     request: GenerationRequest | None = None
-    recipe: str | None = None
+    recipe: str | Recipe | None = None
     label: str = ""
     group: str | None = None
 
@@ -121,3 +122,8 @@ def short_cause(error: BaseException, request_id: str) -> str:
     if isinstance(error, (ConfigError, FloatingPointError)):
         return f"{describe_error(error)} (request {request_id})"
     return f"something broke; the log says what under request {request_id}"
+
+
+def recipe_name(recipe: str | Recipe | None) -> str | None:
+    """The name of a recipe as it was asked for; None is the model's own."""
+    return recipe.name if isinstance(recipe, Recipe) else recipe

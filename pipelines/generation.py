@@ -136,7 +136,7 @@ def resolve_request(pipe: Any, request: GenerationRequest, recipe: Recipe | None
     """
     sampler = recipe.sampler if recipe is not None else _sampler(pipe)
     name = recipe.name if recipe is not None else _recipe_name(pipe)
-    defaults = _defaults(pipe)
+    defaults = default_settings(pipe)
     require(isinstance(request.prompt, str) and bool(request.prompt.strip()), "prompt", request.prompt, "not empty")
 
     def pick(name: str, *sources: Any) -> Any:
@@ -286,7 +286,7 @@ def _recipe_name(pipe: Any) -> str:
     return state.recipe.name if state is not None else "none"
 
 
-def _defaults(pipe: Any) -> dict[str, Any]:
+def default_settings(pipe: Any) -> dict[str, Any]:
     """Defaults of diffusers, overlaid by the checkpoint's own."""
     # A stand-in, which has a model's configurations and no weights, names the class that it stands for.
     signature = inspect.signature(getattr(pipe, "pipeline_class", type(pipe)).__call__).parameters
@@ -305,7 +305,7 @@ def _prepare_image(request: GenerationRequest) -> Image.Image | None:
 
 def _encode_text(pipe: Any, request: GenerationRequest) -> dict[str, Any]:
     assert request.guidance_scale is not None  # resolved before
-    length = _defaults(pipe)["max_sequence_length"]
+    length = default_settings(pipe)["max_sequence_length"]
     positive, negative = pipe.encode_prompt(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,

@@ -17,7 +17,7 @@ ALLOWED = {
     "evaluation": {"core", "attention", "pipelines", "tiny"},
     "app": {"core", "attention", "pipelines", "tiny", "evaluation"},
 }
-HOME_OF_HEAVY = {"gradio": "gradio_app.py", "ray": "batch_ray.py", "triton": "triton_kernels.py"}
+HOME_OF_HEAVY = {"gradio": "page.py", "ray": "ray_batch.py", "triton": "triton_kernels.py"}
 
 
 def module_files(package: str) -> list[Path]:
