@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint types format
+.PHONY: help install demo test test-slow lint types bench kernels format
 
 help: ## Show this list
 	@grep -E '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -14,7 +14,7 @@ install: $(STAMP) ## Create .venv with everything that development needs
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e '.[dev,train]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev,train,app]'
 	touch $(STAMP)
 
 demo: $(STAMP) ## Make a clip with the embedded model: outputs/demo.mp4
@@ -32,6 +32,12 @@ lint: $(STAMP) ## Check style and formatting
 
 types: $(STAMP) ## Check types
 	$(BIN)/mypy
+
+bench: $(STAMP) ## Measure attention on this machine: outputs/bench
+	$(BIN)/videospark bench attention --output outputs/bench
+
+kernels: $(STAMP) ## Compile all Triton kernels for GPUs that need not be here
+	$(BIN)/videospark bench kernels --output outputs/bench
 
 format: $(STAMP) ## Rewrite the files in the project's style
 	$(BIN)/ruff check --fix .
