@@ -95,7 +95,8 @@ class FusedBlock:
     def norm_rope(self, norm: nn.RMSNorm, x: torch.Tensor, rotary_emb: Any, heads: int) -> torch.Tensor:
         """Normalised and rotated queries or keys [B, L, H, d] of a projection x [B, L, H d]."""
         eps = norm.eps if norm.eps is not None else torch.finfo(x.dtype).eps
-        return rms_norm_rope(x, norm.weight, eps, *rotary_emb, heads=heads, path=self.path_on(x.device))
+        cos, sin = rotary_emb
+        return rms_norm_rope(x, norm.weight, eps, cos, sin, heads, path=self.path_on(x.device))
 
 
 class InstalledFusion:
@@ -163,6 +164,8 @@ def _modulation(table: torch.Tensor, temb: torch.Tensor) -> tuple[torch.Tensor, 
 def _wanted(layers: tuple[Any, ...], x: torch.Tensor) -> tuple[Any, int]:
     """The eight-bit type in which all these layers want x, and its row multiple; (None, 1) if they want it plain."""
     first = layers[0]
+    if len(layers) == 1 and first._forward_hooks:
+        return None, 1  # something changes its output, so it has to be called as a module
     for layer in layers:
         if not isinstance(layer, QuantizedLinear) or layer.weight_only or layer.control.high_precision:
             return None, 1
