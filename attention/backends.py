@@ -81,6 +81,9 @@ class AttentionBackend(Protocol):
 
 BackendClass = TypeVar("BackendClass", bound=type)
 
+AUTO = "auto"
+"""Stands for dense attention or a sparse backend, by device and number of tokens; see `auto.py`."""
+
 _BUILT_IN = {
     "dense": "dense",
     "flex": "block_sparse.flex",
@@ -101,7 +104,7 @@ def register_backend(name: str) -> Callable[[BackendClass], BackendClass]:
 
     def keep(cls: BackendClass) -> BackendClass:
         taken = _REGISTERED.get(name)
-        reserved = name in _BUILT_IN and not cls.__module__.endswith(_BUILT_IN[name])
+        reserved = name == AUTO or (name in _BUILT_IN and not cls.__module__.endswith(_BUILT_IN[name]))
         if reserved or (taken is not None and taken is not cls):
             raise ConfigError(f"backend: got {name!r}; must be a name that no other backend has")
         _REGISTERED[name] = cls
@@ -134,9 +137,15 @@ def get_backend(name: str) -> AttentionBackend:
 def checked_backend(config: AttentionConfig, *, device: str, dtype: str, head_dim: int) -> AttentionBackend:
     """The backend of `config`, once it is known to run on this device, dtype and head size.
 
+    For "auto" it is the sparse one that would be used here; how many tokens it takes is up to who runs it.
+
     Raises:
         ConfigError: it does not; the message gives each reason and the backends that would.
     """
+    if config.backend == AUTO:
+        from .auto import choose_backend
+
+        return get_backend(choose_backend(config, device=device, dtype=dtype, head_dim=head_dim).name)
     backend = get_backend(config.backend)
     reasons = backend.constraints.problems(config, device, dtype, head_dim)
     if reasons:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..core.config import require
-from .backends import available_backends
+from .backends import AUTO, available_backends
 
 MIN_BLOCK_SIZE = 16
 MAX_BLOCK_SIZE = 128
@@ -100,7 +100,8 @@ class AttentionConfig:
     """How the self-attention layers of one transformer are computed.
 
     Attributes:
-        backend: name of a registered backend; "dense" leaves the results of the model as they are, bit for bit.
+        backend: name of a registered backend; "dense" leaves the results of the model as they are, bit for bit; "auto"
+            takes the best sparse backend of the device, and dense attention for short videos.
         keep_ratio: share of the key blocks that every query block attends to, in (0, 1]; at least one is kept.
         keep_ratios: the same for each layer on its own, one number per layer; empty where `keep_ratio` is for all.
         routing_rule: "top_k" keeps that share everywhere. "top_p" takes it for the most, and keeps in each query block
@@ -116,6 +117,8 @@ class AttentionConfig:
             frame. In tile order such a block also holds later frames; the number kept grows where it must.
         dense_layers: indices of the layers that stay dense.
         dense_steps: indices of the sampling steps in which every layer stays dense.
+        dense_below: with fewer tokens than this every layer stays dense; None for no such limit, or with backend "auto"
+            for one that is computed.
         branch: what stands in for the blocks that are left out: "none", "rola" or "sla". Dense layers and steps do not
             run it.
         rola: settings of the branch "rola"; with another branch they must stay at their defaults.
@@ -138,12 +141,13 @@ class AttentionConfig:
     keep_first_frame: bool = False
     dense_layers: tuple[int, ...] = ()
     dense_steps: tuple[int, ...] = ()
+    dense_below: int | None = None
     branch: Literal["none", "rola", "sla"] = "none"
     rola: RoLAConfig = field(default_factory=RoLAConfig)
     sla: SLAConfig = field(default_factory=SLAConfig)
 
     def __post_init__(self) -> None:
-        names = available_backends()
+        names = [AUTO, *available_backends()]
         require(self.backend in names, "backend", self.backend, f"one of {', '.join(names)}")
         require(0.0 < self.keep_ratio <= 1.0, "keep_ratio", self.keep_ratio, "above 0 and at most 1")
         within = all(0.0 < ratio <= 1.0 for ratio in self.keep_ratios)
@@ -164,6 +168,8 @@ class AttentionConfig:
         for name in ("dense_layers", "dense_steps"):
             indices = getattr(self, name)
             require(all(index >= 0 for index in indices), name, indices, "indices of 0 or more")
+        limit = self.dense_below is None or self.dense_below >= 0
+        require(limit, "dense_below", self.dense_below, "a number of tokens, 0 or more")
         require(self.branch in BRANCHES, "branch", self.branch, f"one of {', '.join(BRANCHES)}")
         settings: RoLAConfig | SLAConfig
         for name, settings in (("rola", self.rola), ("sla", self.sla)):

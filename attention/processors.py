@@ -20,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..core.config import ConfigError, require
 from .accounting import flop_sparsity
-from .backends import AttentionBackend, checked_backend, get_backend
+from .auto import AutoChoice, choose_backend
+from .backends import AUTO, AttentionBackend, checked_backend, get_backend
 from .branches import MODULE_NAME, BranchInputs, InstalledBranches, LinearBranch
 from .config import AttentionConfig
 from .context import ForwardContext, RotaryTables
@@ -36,11 +37,15 @@ FUSED_NORM_ROPE = "_videospark_norm_rope"
 class _State:
     """What the hooks and processors of one installation share."""
 
-    def __init__(self, transformer: nn.Module, config: AttentionConfig, sparse: bool, keep_maps: bool) -> None:
+    def __init__(
+        self, transformer: nn.Module, config: AttentionConfig, sparse: bool, keep_maps: bool, auto: AutoChoice | None
+    ) -> None:
         self.patch_size: tuple[int, int, int] = tuple(transformer.config.patch_size)  # type: ignore
         self.config = config
         self.sparse = sparse
         self.keep_maps = keep_maps
+        self.auto = auto
+        self.dense_below = auto.dense_below if auto is not None else config.dense_below or 0
         self.processors: list[SelfAttentionProcessor] = []
         self.step: int | None = None
         self.context: ForwardContext | None = None
@@ -112,7 +117,7 @@ class SelfAttentionProcessor:
             query, key, value = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
             query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        dense = self.is_dense(context.step)
+        dense = self.is_dense(context.step, context.grid.num_tokens)
         branch = None if dense else self.branch
         gate = None if branch is None else branch.gate(hidden_states)
         heads = slice(0, attn.heads)
@@ -147,10 +152,11 @@ class SelfAttentionProcessor:
             out = module(out)
         return out
 
-    def is_dense(self, step: int | None) -> bool:
-        """Whether this layer attends to everything at sampling step `step`."""
+    def is_dense(self, step: int | None, tokens: int | None) -> bool:
+        """Whether this layer attends to everything at sampling step `step` over so many tokens; None: any."""
         config = self.state.config
-        return not self.state.sparse or self.layer in config.dense_layers or step in config.dense_steps
+        short = tokens is not None and tokens < self.state.dense_below
+        return not self.state.sparse or short or self.layer in config.dense_layers or step in config.dense_steps
 
     def _context(self, rotary_emb: object, tokens: int) -> ForwardContext:
         # Tables rebuilt on the way, as device hooks do, have lost their context; it is then the latest one.
@@ -187,13 +193,15 @@ class InstalledAttention:
         config: AttentionConfig,
         backend: AttentionBackend,
         branches: InstalledBranches | None = None,
+        auto: AutoChoice | None = None,
     ) -> None:
         self.config = config
+        self._auto = auto
         self._configured = config
         self._branches = branches
         self._head_dim = int(transformer.config.attention_head_dim)  # type: ignore
         keep_maps = branches is not None and any(branch.needs_block_map for branch in branches.branches)
-        self._state = _State(transformer, config, backend.constraints.sparse, keep_maps)
+        self._state = _State(transformer, config, backend.constraints.sparse, keep_maps, auto)
         self._layers = [block.attn1 for block in transformer.blocks]  # type: ignore
         self._originals = [layer.processor for layer in self._layers]
         self._processors = self._state.processors
@@ -229,23 +237,26 @@ class InstalledAttention:
         `flop_sparsity`, the share of the operations saved with router and branch counted in, both of the latest forward
         pass and None before the first; `branch`, and where there is one `branch_kernel` ("triton" or "torch"),
         `branch_kernel_reason` and `branch_weights` ("given" or "initial"). A layer that is dense by configuration has
-        keep ratio 1 and no branch; in a dense step only the two measured sparsities tell.
+        keep ratio 1 and no branch, and so has every layer once a video was too short; in a dense step only the two
+        measured sparsities tell. With "auto" `backend` is what it stands for, and `backend_reason` says why.
         """
         context = self._state.context
         rows = []
         for processor in self._processors:
-            dense = processor.is_dense(None)
+            dense = processor.is_dense(None, None if context is None else context.grid.num_tokens)
             record = None if context is None else context.records.get(processor.layer)
             measured = 0.0 if context is not None else None
             row = {
                 "layer": processor.layer,
-                "backend": "dense" if dense else self.config.backend,
+                "backend": "dense" if dense else self.config.backend if self._auto is None else self._auto.name,
                 "keep_ratio": 1.0 if dense else self.config.keep_ratio_of(processor.layer),
                 "nominal_sparsity": 0.0 if dense else 1.0 - self.config.keep_ratio_of(processor.layer),
                 "actual_sparsity": measured if record is None else record.sparsity(),
                 "flop_sparsity": measured if record is None else flop_sparsity(self.config, record, self._head_dim),
                 "branch": "none" if dense else self.config.branch,
             }
+            if self._auto is not None:
+                row["backend_reason"] = self._auto.reason
             rows.append(row if dense else {**row, **self._branch_row(processor.branch)})
         return rows
 
@@ -323,11 +334,15 @@ def install(
     backend = checked_backend(
         config, device=weight.device.type, dtype=str(weight.dtype).removeprefix("torch."), head_dim=head_dim
     )
+    auto = None
+    if config.backend == AUTO:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        auto = choose_backend(config, device=weight.device.type, dtype=dtype, head_dim=head_dim)
     useful = config.branch == "none" or backend.constraints.sparse
     require(useful, "branch", config.branch, f"'none' with backend {config.backend!r}, which leaves nothing out")
     layers = [block.attn1 for block in transformer.blocks]  # type: ignore
     branches = InstalledBranches.build(layers, config, head_dim, branch_state, generator)
-    return InstalledAttention(transformer, config, backend, branches)
+    return InstalledAttention(transformer, config, backend, branches, auto)
 
 
 def _check_transformer(transformer: nn.Module) -> None:

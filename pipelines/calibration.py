@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
 
+from ..attention.auto import ALWAYS_DENSE, LENGTHS, Crossover, measure_crossover
+from ..attention.backends import AUTO
 from ..attention.calibration import CalibratedBranch, calibrate_branch
 from ..attention.calibration_grid import DENSE, Budget, GridRow, measure_grid, propose_budget, with_budget
+from ..attention.config import AttentionConfig
 from ..core.config import require, save_file
 from .acceleration import EXPERTS, build_scheduler, state_of
 from .generation import GenerationRequest, resolve_request
@@ -56,12 +59,14 @@ class Calibration:
         budget: where the keep ratios come from.
         grid: by denoiser, the measured rows.
         branches: by denoiser, the calibrated branch; empty where the recipe has none.
+        crossover: times by number of tokens, with backend "auto" alone; the recipe then holds what was found.
     """
 
     recipe: Recipe
     budget: Budget
     grid: dict[str, list[GridRow]]
     branches: dict[str, CalibratedBranch]
+    crossover: Crossover | None = None
 
     @property
     def branch_state(self) -> dict[str, dict[str, torch.Tensor]] | None:
@@ -79,6 +84,7 @@ def calibrate(
     measured_steps: int = 3,
     seed: int = 0,
     request: GenerationRequest | None = None,
+    crossover_lengths: Sequence[int] = LENGTHS,
     on_stage: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
     """Measure a stock pipeline and propose settings for its sparse attention.
@@ -95,6 +101,7 @@ def calibrate(
         measured_steps: how many steps of a clip are looked at, evenly spaced; those in `dense_steps` are passed over.
         seed: of the noise of the first prompt; the others count up.
         request: sizes, steps and guidance; what it leaves out is resolved as for any clip.
+        crossover_lengths: numbers of tokens at which dense and sparse attention are timed, with backend "auto" alone.
         on_stage: told what begins.
 
     Raises:
@@ -116,6 +123,12 @@ def calibrate(
     rows = [row for own in grid.values() for row in own]
     budget = propose_budget(rows, error_bound, dense_layers=config.dense_layers)
     proposed = with_budget(config, budget)
+    crossover = None
+    if config.backend == AUTO:
+        on_stage("measuring from how many tokens on sparse attention is faster")
+        crossover = _crossover(getattr(pipe, next(iter(recorded))), proposed, crossover_lengths)
+        below = ALWAYS_DENSE if crossover.tokens is None else crossover.tokens
+        proposed = dataclasses.replace(proposed, dense_below=below)
     branches = {}
     for name, calls in recorded.items() if config.branch != "none" else ():
         on_stage(f"setting branch {config.branch!r} of {name}")
@@ -123,7 +136,15 @@ def calibrate(
         branches[name] = calibrate_branch(module, proposed, [call.replay(module) for call in calls])
     described = f"{recipe.name} with keep ratios by layer, each layer's attention off by at most {error_bound:g}."
     tuned = dataclasses.replace(recipe, name=f"{recipe.name}-calibrated", attention=proposed, description=described)
-    return Calibration(tuned, budget, grid, branches)
+    return Calibration(tuned, budget, grid, branches, crossover)
+
+
+def _crossover(module: Any, config: AttentionConfig, lengths: Sequence[int]) -> Crossover:
+    weight, heads = module.blocks[0].attn1.norm_q.weight, module.blocks[0].attn1.heads
+    head_dim = int(module.config.attention_head_dim)
+    return measure_crossover(
+        config, heads=heads, head_dim=head_dim, dtype=weight.dtype, device=weight.device, lengths=lengths
+    )
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from ..attention.calibration_grid import DENSE, GridRow
 from .video_io import write_atomically
 
 if TYPE_CHECKING:
+    from ..attention.auto import Crossover
     from .calibration import Calibration
 
 
@@ -18,6 +19,8 @@ def markdown(result: Calibration) -> str:
     for name, rows in result.grid.items():
         lines += ["", f"## {name}: error of the attention output", "", *_errors(rows, result)]
         lines += ["", f"## {name}: time and memory of the attention of one layer", "", *_costs(rows)]
+    if result.crossover is not None:
+        lines += ["", "## Dense below, sparse above", "", *_crossover(result.crossover)]
     for name, branch in result.branches.items():
         kind = result.recipe.attention.branch
         lines += ["", f"## {name}: branch {kind!r}", ""]
@@ -38,6 +41,13 @@ def _summary(result: Calibration) -> list[str]:
         f"- layers that stay dense: {dense}",
         f"- attention of one forward pass, as measured: {budget.seconds_dense:.4g} s dense, {budget.seconds:.4g} s so",
     ]
+
+
+def _crossover(found: Crossover) -> list[str]:
+    first = "at no measured length" if found.tokens is None else f"from {found.tokens:,} tokens on"
+    text = [f"`{found.backend}` was faster than dense attention {first}; forward, random tokens, this machine.", ""]
+    text += ["| tokens | dense, s | sparse, s |", "|--:|--:|--:|"]
+    return text + [f"| {tokens} | {dense:.3g} | {sparse:.3g} |" for tokens, dense, sparse in found.rows]
 
 
 def _errors(rows: list[GridRow], result: Calibration) -> list[str]:

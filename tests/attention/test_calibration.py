@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from videospark.app.cli import app
 from videospark.app.commands_calibrate import parse_ratios, read_prompts
 from videospark.attention import AttentionConfig, install
+from videospark.attention.auto import ALWAYS_DENSE
 from videospark.attention.calibration import LayerSample, calibrate_branch, observed
 from videospark.attention.calibration_grid import GridRow, measure_grid, propose_budget, with_budget
 from videospark.attention.calibration_maps import factorised_maps, map_moments, missed_weights, occurrences
@@ -233,7 +234,7 @@ def test_a_pipeline_is_calibrated_written_and_accelerated(tiny_pipeline, tmp_pat
     scheduler, processors = tiny_pipeline.scheduler, dict(tiny_pipeline.transformer.attn_processors)
     stages = []
     result = calibrate(
-        tiny_pipeline, RECIPE, ["a red circle", "a blue square"], keep_ratios=(0.2, 0.8), error_bound=0.5,
+        tiny_pipeline, RECIPE, ["a red circle"], keep_ratios=(0.2, 0.8), error_bound=0.5,
         measured_steps=2, request=REQUEST, on_stage=stages.append,
     )  # fmt: skip
     assert tiny_pipeline.scheduler is scheduler and len(stages) == 3
@@ -252,6 +253,23 @@ def test_a_pipeline_is_calibrated_written_and_accelerated(tiny_pipeline, tmp_pat
     assert all(line["branch_weights"] == "given" for line in report.layers if line["backend"] != "dense")
     restore(tiny_pipeline)
     assert read_branch_state(tmp_path) is None
+
+
+def test_auto_gets_the_number_of_tokens_from_which_sparse_was_faster(tiny_pipeline, tmp_path):
+    tiny_pipeline.videospark_defaults = {"max_sequence_length": 16}
+    recipe = Recipe("auto", attention=dataclasses.replace(BASE, backend="auto"))
+    request = dataclasses.replace(REQUEST, num_frames=5, num_inference_steps=1)
+    result = calibrate(
+        tiny_pipeline, recipe, ["a", "b"], keep_ratios=(0.5,), error_bound=9.0, request=request,
+        crossover_lengths=(32, 64),
+    )  # fmt: skip
+    assert result.branch_state is None and result.crossover.backend == "gather"
+    below = result.recipe.attention.dense_below
+    assert below == (ALWAYS_DENSE if result.crossover.tokens is None else result.crossover.tokens)
+    paths = write_calibration(result, tmp_path)
+    assert "Dense below, sparse above" in paths["table"].read_text()
+    report = accelerate(tiny_pipeline, paths["recipe"])
+    assert "(given)" in report.layers[0]["backend_reason"]
 
 
 def test_settings_that_cannot_be_calibrated_are_refused_before_any_work(tiny_pipeline):
