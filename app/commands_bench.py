@@ -69,6 +69,37 @@ def attention(
     _finish("attention", bench.markdown(rows, title), [dataclasses.asdict(row) for row in rows], machine(where), output)
 
 
+@app.command("quantization")
+@guarded
+def quantization(
+    shape: str = typer.Option("wan2.1-1.3b-480p", "--shape", help="A named block; a wrong name lists them."),
+    modes: str = typer.Option("int8,fp8", "--modes", help="Modes, with commas."),
+    tokens: int | None = typer.Option(None, "--tokens", help="Tokens of video instead of the shape's own."),
+    repeats: int = typer.Option(3, "--repeats", help="Runs of each; the median counts."),
+    device: str | None = typer.Option(None, "--device", help="cpu, cuda, ...; default: the best one."),
+    torchao: bool = typer.Option(True, "--torchao/--no-torchao", help="Also measure torchao, where it is installed."),
+    output: Path | None = OUTPUT,
+) -> None:
+    """The ten products of a block in eight bits against plain ones and torchao, with error and share of the peak."""
+    require_at_least("repeats", repeats, 1)
+    require_at_least("tokens", tokens, 1)
+    if output is not None:
+        check_writable(output / "quantization.json", "output")
+
+    from ..benchmarks.quantization import bench_quantization
+    from ..core.devices import pick_device
+
+    chosen = [part.strip() for part in modes.split(",") if part.strip()]
+    result = bench_quantization(
+        shape, modes=chosen, device=str(pick_device(device)), tokens=tokens, repeats=repeats, compare_torchao=torchao
+    )
+    typer.echo(result.markdown())
+    if output is not None:
+        write_text(output / "quantization.md", result.markdown())
+        write_text(output / "quantization.json", dump_json(result.to_dict()))
+        typer.echo(str(output / "quantization.json"))
+
+
 @app.command("kernels")
 @guarded
 def kernels(

@@ -50,10 +50,10 @@ def evaluate(
     for name, path in (("json", json_file), ("markdown", markdown), ("sheet", sheet)):
         if path is not None:
             check_writable(path, name)
-    lonely = {"against_model": against_model, "against_steps": against_steps, "against_guidance": against_guidance}
-    for name, value in lonely.items():
-        if against is None and value is not None:
-            raise ValueError(f"{name}: got {value!r} without --against; must come with the teacher's recipe")
+    lonely: dict[str, object] = {"against_model": against_model, "against_steps": against_steps, "against_guidance": against_guidance}
+    for name, given in lonely.items():
+        if against is None and given is not None:
+            raise ValueError(f"{name}: got {given!r} without --against; must come with the teacher's recipe")
 
     from ..core.devices import pick_device
     from ..pipelines.recipe import resolve

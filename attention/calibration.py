@@ -223,8 +223,8 @@ def run_sparse(
 
 def dense_output(sample: LayerSample) -> torch.Tensor:
     """Softmax attention over all tokens, float32 [batch, tokens, heads, head_dim]."""
-    parts = (tensor.transpose(1, 2) for tensor in (sample.rotated_query, sample.rotated_key, sample.value))
-    return nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).float()
+    query, key, value = (t.transpose(1, 2) for t in (sample.rotated_query, sample.rotated_key, sample.value))
+    return nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).float()
 
 
 def branch_inputs(
@@ -317,7 +317,8 @@ class _RolaFit(_Fit):
         from .calibration_maps import factorised_maps
 
         assert self._moments is not None and self._groups is not None
-        map_q, map_k = factorised_maps(*self._moments, self._groups, ridge=RIDGE)
+        second_q, second_k, cross, count = self._moments
+        map_q, map_k = factorised_maps(second_q, second_k, cross, count, self._groups, ridge=RIDGE)
         variants: list[tuple[LinearBranch, float | None]] = [(self.start, None)]
         for size in SIZES:
             branch = clone(self.rola)
@@ -400,10 +401,10 @@ def unit_output(
     value = inputs.value.float()
     if isinstance(branch, RoLABranch):
         cos, sin = branch.tables(inputs)
-        maps = {"map_q": branch.proj_q.weight, "map_k": branch.proj_k.weight, "cos": cos, "sin": sin}
         out = linear_branch(
-            branch.form, inputs.sparse, inputs.query, inputs.key, value, excluded=inputs.block_map, **maps
-        )
+            branch.form, inputs.sparse, inputs.query, inputs.key, value, map_q=branch.proj_q.weight,
+            map_k=branch.proj_k.weight, cos=cos, sin=sin, excluded=inputs.block_map,
+        )  # fmt: skip
         return out - inputs.sparse
     assert isinstance(branch, SLABranch)
     zeros = torch.zeros_like(inputs.sparse)

@@ -182,7 +182,8 @@ def propose_budget(rows: Sequence[GridRow], bound: float, *, dense_layers: Seque
     require(len(rows) > 0, "rows", 0, "at least one measured row")
     layers = range(max(row.layer for row in rows) + 1)
     ratios = sorted({row.keep_ratio for row in rows})
-    worst, slowest = {}, {}
+    worst: dict[tuple[int, float], float] = {}
+    slowest: dict[tuple[int, float], float] = {}
     for row in rows:
         key = (row.layer, row.keep_ratio)
         worst[key] = max(worst.get(key, 0.0), row.error)

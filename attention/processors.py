@@ -137,14 +137,14 @@ class SelfAttentionProcessor:
                 gate = None if gate is None else ranks.to_heads(gate)
             rotated = (query, key) if rotary_emb is None else (rotate(query, *rotary_emb), rotate(key, *rotary_emb))
         backend = self.dense if dense else self.backend
-        out = backend(*rotated, value, context=context, config=self.state.config)
+        out = backend(rotated[0], rotated[1], value, context=context, config=self.state.config)
         if branch is not None:
             assert rotary_emb is not None, "a linear branch needs the rotary tables"
             block_map = context.maps.pop(self.layer, None)
             if branch.needs_block_map and block_map is None:
                 name = self.state.config.backend
                 raise RuntimeError(f"exclude_selected: backend {name!r} does not record which blocks it keeps")
-            out = branch(BranchInputs(out, query, key, value, *rotated, gate, rotary_emb, heads, context, block_map))
+            out = branch(BranchInputs(out, query, key, value, rotated[0], rotated[1], gate, rotary_emb, heads, context, block_map))
         if ranks is not None:
             out = ranks.to_tokens(out)
         out = out.flatten(2, 3).type_as(query)

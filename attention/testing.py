@@ -355,8 +355,8 @@ class _Result:
 def _masked(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> list[torch.Tensor]:
     """Output of plain attention, and the gradients of query, key and value where a fourth tensor is given."""
     query, key, value = (tensor.detach().clone().requires_grad_(len(tensors) == 4) for tensor in tensors[:3])
-    out = F.scaled_dot_product_attention(*(tensor.transpose(1, 2) for tensor in (query, key, value)), attn_mask=mask)
-    out = out.transpose(1, 2)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     gradients = torch.autograd.grad(out, (query, key, value), tensors[3]) if len(tensors) == 4 else ()
     return [out.detach(), *gradients]
 

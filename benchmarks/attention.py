@@ -116,8 +116,8 @@ def bench_attention(
     operations = (FORWARD_OPERATIONS + (BACKWARD_OPERATIONS if backward else 0)) * shape.head_dim * pairs
 
     def sdpa() -> torch.Tensor:
-        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        return F.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+        query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
     base = measure(_with_backward(sdpa, (q, k, v), backward), device, repeats=min(repeats, 3)).median
     yield Row("sdpa", 1.0, 0.0, base, 1.0, operations / base, operations / base / peak, None)
@@ -171,7 +171,8 @@ def _error(call: Any, inputs: Sequence[torch.Tensor], config: AttentionConfig, c
 
     require(inputs[0].shape[0] == 1, "batch", inputs[0].shape[0], "1")
     blocks = choose_blocks(inputs[0], inputs[1], context, config)
-    exact = gather_attention(*(tensor.float() for tensor in inputs), blocks)
+    query, key, value = (tensor.float() for tensor in inputs)
+    exact = gather_attention(query, key, value, blocks)
     return relative_error(call(), exact)
 
 

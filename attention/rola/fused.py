@@ -130,7 +130,7 @@ class _LinearBranch(torch.autograd.Function):
             for tokens in plan.chunks(_query_block(plan)):
                 own = _summary_of(plan, summary, tokens), _summary_of(plan, features, tokens)
                 rows = _rows(tokens, query, sparse, gate)
-                out[:, tokens] = _merged(plan, tokens, *rows, *own, map_q, out_weight, out_bias)  # type: ignore[arg-type]
+                out[:, tokens] = _merged(plan, tokens, *rows, *own, map_q, out_weight, out_bias)  # type: ignore
         ctx.save_for_backward(summary, features, *tensors)
         ctx.plan = plan
         return out

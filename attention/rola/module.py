@@ -91,7 +91,7 @@ class RoLABranch(LinearBranch):
     def forward(self, inputs: BranchInputs) -> torch.Tensor:
         """The merged output, like `inputs.sparse`."""
         cos, sin = self.tables(inputs)
-        maps = (self.proj_q.weight, self.proj_k.weight)
+        maps: tuple[torch.Tensor, torch.Tensor] = (self.proj_q.weight, self.proj_k.weight)
         if self.config.per_head_maps:
             maps = (maps[0][inputs.heads], maps[1][inputs.heads])
         assert inputs.gate is not None

@@ -176,13 +176,13 @@ class _RolaTriton(torch.autograd.Function):
 
 def _prepared(form: LinearForm, *tensors: torch.Tensor) -> _Inputs:
     query, key, value, sparse, gate, map_q, map_k, cos, sin = tensors
-    rows = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value, sparse))
-    maps = (
+    query, key, value, sparse = (each if each.stride(-1) == 1 else each.contiguous() for each in tensors[:4])
+    map_q, map_k = (
         torch.cat((each[..., 0::2, :], each[..., 1::2, :]), dim=-2).to(value.dtype).contiguous()
         for each in (map_q, map_k)
     )
-    tables = (table.float().contiguous() for table in (cos, sin))
-    return _Inputs(form, *rows, gate.float().contiguous(), *maps, *tables)
+    cos, sin = (table.float().contiguous() for table in (cos, sin))
+    return _Inputs(form, query, key, value, sparse, gate.float().contiguous(), map_q, map_k, cos, sin)
 
 
 def _map_step(weight: torch.Tensor) -> int:
