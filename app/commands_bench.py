@@ -93,9 +93,9 @@ def quantization(
     result = bench_quantization(
         shape, modes=chosen, device=str(pick_device(device)), tokens=tokens, repeats=repeats, compare_torchao=torchao
     )
-    typer.echo(result.markdown())
+    typer.echo(str(result))
     if output is not None:
-        write_text(output / "quantization.md", result.markdown())
+        write_text(output / "quantization.txt", f"{result}\n")
         write_text(output / "quantization.json", dump_json(result.to_dict()))
         typer.echo(str(output / "quantization.json"))
 

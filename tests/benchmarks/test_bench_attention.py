@@ -63,3 +63,11 @@ def test_command_writes_table_and_numbers(tmp_path):
 def test_wrong_options_are_named(wrong):
     result = CliRunner().invoke(app, ["bench", "attention", *wrong])
     assert result.exit_code == 2 and wrong[0].strip("-") in result.stderr
+
+
+def test_quantization_command_writes_numbers(tmp_path):
+    arguments = ["bench", "quantization", "--shape", "tiny", "--tokens", "32", "--repeats", "1", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*arguments, "--no-torchao", "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.stderr
+    data = json.loads((tmp_path / "quantization.json").read_text())
+    assert set(data["ratios"]) == {"int8", "fp8"} and "ten products" in (tmp_path / "quantization.txt").read_text()
