@@ -20,7 +20,7 @@ def convert(
     low: Path | None = typer.Option(None, "--low", help="The low-noise expert, where its name does not tell."),
     sparsity: float | None = typer.Option(None, "--sparsity", help="Of a student, where the file's name does not say."),
     steps: int | None = typer.Option(None, "--steps", help="Of a student, likewise."),
-    backend: str = typer.Option("gather", "--backend", help="That the recipe names for sparse attention."),
+    backend: str = typer.Option("auto", "--backend", help="That the recipe names for sparse attention."),
     dtype: str = typer.Option("keep", "--dtype", help="keep, bfloat16, float16 or float32, of the backbone."),
     drop_gate: bool = typer.Option(False, "--drop-gate", help="Leave FastVideo's gate out, which nothing here runs."),
     shard: float = typer.Option(5.0, "--shard", help="Largest file to write, in GiB."),

@@ -58,7 +58,7 @@ def convert_checkpoint(
     format: str = "auto",
     sparsity: float | None = None,
     steps: int | None = None,
-    backend: str = "gather",
+    backend: str = "auto",
     dtype: str = "keep",
     drop_gate: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -74,7 +74,7 @@ def convert_checkpoint(
         format: one of `FORMATS`.
         sparsity: at which a student was trained, where the name of its file does not say.
         steps: its number of steps, likewise.
-        backend: that the recipe names for sparse attention.
+        backend: that the recipe names for sparse attention; "auto" takes the best of the device.
         dtype: "keep", "bfloat16", "float16" or "float32" for the backbone; branches keep their own.
         drop_gate: leave FastVideo's gate out.
         max_shard_bytes: largest file to write.

@@ -53,7 +53,7 @@ class Wishes:
 
     sparsity: float | None = None
     steps: int | None = None
-    backend: str = "gather"
+    backend: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _spark(found: Found, wishes: Wishes) -> Student:
     steps = wishes.steps if wishes.steps is not None else int(named[1]) if named else 4
     rank = next(s[-2] for n, s in found.shapes.items() if n.endswith("linear_branch.proj_q.weight"))
     attention = AttentionConfig(
-        backend=wishes.backend, keep_ratio=keep, token_order="raster", branch="rola",
+        backend=wishes.backend, keep_ratio=keep, token_order="raster", branch="rola", **_never_dense(wishes),
         # The angles were rounded in training, so the weights fit the rounded ones.
         rola=RoLAConfig(rank=rank, angle_dtype="bfloat16"),
     )  # fmt: skip
@@ -139,8 +139,9 @@ def _turbodiffusion(found: Found, wishes: Wishes) -> Student:
     rule = "3 or 4 for a pair of experts, so that both get some"
     require(not pair or boundary is not None, "steps", steps, rule)
     attention = AttentionConfig(
-        backend=wishes.backend, keep_ratio=keep, token_order="raster", branch="sla", block_size_q=128, block_size_k=64
-    )
+        backend=wishes.backend, keep_ratio=keep, token_order="raster", branch="sla", block_size_q=128, block_size_k=64,
+        **_never_dense(wishes),
+    )  # fmt: skip
     sampler = SamplerConfig(
         sigmas=(start, *_TRIG_KNOTS[: steps - 1]), stochastic=not pair, guidance_scale=1.0,
         guidance_scale_2=1.0 if pair else None, boundary_ratio=boundary,
@@ -173,6 +174,11 @@ def _fastvideo(found: Found, wishes: Wishes) -> Student:
     sampler = SamplerConfig(sigmas=(1.0, 0.757, 0.522), stochastic=True, guidance_scale=1.0)
     text = "FastVideo student: three steps with fresh noise, without guidance."
     return Student(Recipe("fastvideo-3step", sampler=sampler, requires="few-step", description=text))
+
+
+def _never_dense(wishes: Wishes) -> dict[str, Any]:
+    """Weights that were trained with a branch need it at every length, where "auto" would run short videos without."""
+    return {"dense_below": 0} if wishes.backend == "auto" else {}
 
 
 def _keep_ratio(name: str, wishes: Wishes) -> float:
