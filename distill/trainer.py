@@ -242,8 +242,8 @@ class Trainer:
                     totals[key] = totals.get(key, torch.zeros_like(value)) + value / micro_batches
         means = {k: float(self.accelerator.reduce(v.float(), "mean")) for k, v in totals.items()}  # type: ignore[arg-type]
         self._check_gradients(name, role)
-        norm = self.accelerator.clip_grad_norm_(list(role.parameters.values()), training.max_grad_norm or math.inf)
-        norm = float(norm) if norm is not None else math.nan
+        size = self.accelerator.clip_grad_norm_(list(role.parameters.values()), training.max_grad_norm or math.inf)
+        norm = math.nan if size is None else float(size)
         if not (math.isfinite(means["loss"]) and math.isfinite(norm)):
             text = f"loss {means['loss']}, gradient norm {norm}"
             raise FloatingPointError(f"step {self.step}, {name}: {text}; must be finite")
@@ -256,9 +256,9 @@ class Trainer:
         if name == "student" and self.average is not None:
             self.average.update(role.parameters, role.updates)
         role.updates += 1
-        value = means.pop("loss")
+        mean_loss = means.pop("loss")
         parts = {f"{name}/{key}": part for key, part in means.items()}
-        return value, parts | {f"{name}/gradient_norm": norm, f"{name}/learning_rate_factor": factor}
+        return mean_loss, parts | {f"{name}/gradient_norm": norm, f"{name}/learning_rate_factor": factor}
 
     @contextlib.contextmanager
     def _learning(self, name: str) -> Iterator[None]:

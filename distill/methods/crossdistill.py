@@ -91,7 +91,8 @@ class CrossDistill(Method):
             assert self.matching is not None
             index = self.dmd_step(role, step)
             return self.matching.critic_loss(roles, batch, index, self._start(roles, batch, index))
-        total, parts = None, {}
+        total: torch.Tensor | None = None
+        parts: dict[str, torch.Tensor] = {}
         # The matching term goes first: all of its roll-out is done before the passes that keep activations.
         if self.matching is not None and step >= self.settings.staged_steps:
             index = self.dmd_step(role, step)

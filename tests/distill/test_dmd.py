@@ -17,7 +17,7 @@ def matching(knots=KNOTS, **settings):
     return DistributionMatching(knots, SHIFT, GUIDANCE, DMDConfig(**settings))
 
 
-def train(parameters, loss, steps=120, lr=0.06, size=96, toy=None):
+def train(parameters, loss, steps=100, lr=0.07, size=64, toy=None):
     optimizer = torch.optim.Adam(parameters, lr=lr)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -70,7 +70,7 @@ def test_the_critic_finds_the_students_distribution(toy, form, step):
         roles = Roles(student, None, toy.NoisedField(end, mean, spread))
         return losses.critic_loss(roles, batch, step, batch.noise("start")).value
 
-    train([mean, spread], loss, size=160, toy=toy)
+    train([mean, spread], loss, size=128, toy=toy)
     assert mean.item() == pytest.approx(0.7, abs=0.06)
     assert abs(spread.item()) == pytest.approx(0.9, abs=0.06)
 

@@ -119,7 +119,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(world, tmp_path, 
         world,
         tmp_path / "whole",
         method,
-        {"gradient_accumulation": 2 if method != "dmd" else 1, "schedule": "cosine"},
+        {"gradient_accumulation": 2 if method == "pcm" else 1, "schedule": "cosine"},
         **METHODS[method],
     )
     seed_everything(7)
@@ -213,7 +213,7 @@ def test_one_stage_goes_on_from_the_student_of_another(world, tmp_path):
     assert defaults["provides"] == ["sparse", "few-step"]
 
 
-@pytest.mark.parametrize("method", ["sparse_warmup", "pcm"])
+@pytest.mark.parametrize("method", ["sparse_warmup", pytest.param("pcm", marks=pytest.mark.slow)])
 def test_the_loss_falls(world, tmp_path, method):
     settings = dict(METHODS[method])
     if method == "sparse_warmup":
@@ -242,6 +242,7 @@ def test_bfloat16_checkpointing_and_alignment_run(world, tmp_path):
     assert record["student/alignment"] > 0
 
 
+@pytest.mark.slow
 def test_recomputing_blocks_changes_no_number(world, tmp_path):
     values = []
     for name, recompute in (("a", False), ("b", True)):
