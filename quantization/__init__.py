@@ -14,16 +14,17 @@ if not __name__.startswith("videospark."):
 if TYPE_CHECKING:
     from .calibration import find_hot_channels
     from .config import QuantizationConfig
-    from .convert import InstalledQuantization, QuantizationReport, quantize_
+    from .convert import InstalledQuantization, quantize_
     from .loading import load_quantized_transformer, save_quantized_transformer
     from .qat import FakeQuantization, fake_quantize_
+    from .report import QuantizationReport
     from .text_encoder import quantize_text_encoder_
 
 _HOMES = {
     "FakeQuantization": "qat",
     "InstalledQuantization": "convert",
     "QuantizationConfig": "config",
-    "QuantizationReport": "convert",
+    "QuantizationReport": "report",
     "fake_quantize_": "qat",
     "find_hot_channels": "calibration",
     "load_quantized_transformer": "loading",
