@@ -8,9 +8,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..core.config import require
 from .backends import AttentionBackend, checked_backend
@@ -32,7 +36,8 @@ class GridRow:
         sparsity: share of the token pairs that was left out.
         error: |O - O_dense| / |O_dense| of the attention output, over all samples of this step.
         seconds: of one call, the shortest of those measured.
-        peak_bytes: most memory that one call took beyond its inputs.
+        peak_bytes: most memory that one call held at once beyond its inputs; on a CPU without what single operations
+            use inside.
         tokens: tokens of a sample.
     """
 
@@ -129,7 +134,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that were allocated at once during a call: by the allocator's count, on a CPU by the profiler's."""
+    """Most bytes that were held at once during a call: by the allocator's count on CUDA, else see `_HeldTensors`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -137,15 +142,32 @@ def _peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with _HeldTensors() as held:
         run()
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    return held.peak
+
+
+class _HeldTensors(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make, as long as they live; not what one operation uses inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **kwargs)
+        self._made = {key: entry for key, entry in self._made.items() if not entry[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return out
 
 
 @dataclass(frozen=True)

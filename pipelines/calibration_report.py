@@ -110,6 +110,9 @@ def plot(result: Calibration, path: Path) -> None:
     left.axhline(result.budget.bound, color="grey", linestyle="--", linewidth=1, label="bound")
     left.set(xlabel="keep ratio", ylabel="relative error of the attention output (worst step)", xscale="log")
     right.set(xlabel="time over dense attention", ylabel="mean relative error", title="by keep ratio")
+    shown = sorted({row.keep_ratio for rows in result.grid.values() for row in rows if row.keep_ratio < DENSE})
+    left.set_xticks(shown, [f"{ratio:g}" for ratio in shown])
+    left.minorticks_off()
     if len(left.get_lines()) <= 16:
         left.legend(fontsize=7)
     right.legend(fontsize=8)

@@ -14,7 +14,13 @@ from videospark.app.commands_calibrate import parse_ratios, read_prompts
 from videospark.attention import AttentionConfig, install
 from videospark.attention.auto import ALWAYS_DENSE
 from videospark.attention.calibration import LayerSample, calibrate_branch, observed
-from videospark.attention.calibration_grid import GridRow, measure_grid, propose_budget, with_budget
+from videospark.attention.calibration_grid import (
+    GridRow,
+    _peak_bytes,
+    measure_grid,
+    propose_budget,
+    with_budget,
+)
 from videospark.attention.calibration_maps import factorised_maps, map_moments, missed_weights, occurrences
 from videospark.attention.config import RoLAConfig, SLAConfig
 from videospark.attention.grid import TokenGrid
@@ -203,6 +209,19 @@ def test_the_grid_measures_error_sparsity_time_and_memory(transformer):
         assert dense.error < 1e-5 < high.error < low.error and dense.sparsity == 0.0
         assert (low.sparsity, high.sparsity) == (pytest.approx(0.8), pytest.approx(0.4))
         assert all(row.seconds > 0 and row.peak_bytes >= 80 * 3 * 64 * 4 and row.tokens == 80 for row in (low, high))
+
+
+def test_memory_is_that_of_the_tensors_alive_at_once():
+    x = torch.zeros(1000)
+
+    def run():
+        y = x.view(10, 100) + 1  # 4000 bytes, the view none
+        y = y * 2  # another 4000 while the first still lives
+        z = y.sum()
+        del y
+        return z + torch.zeros(500)
+
+    assert _peak_bytes(run, torch.device("cpu")) == pytest.approx(8000, abs=16)
 
 
 def row(layer, ratio, error, step=0, seconds=1.0):
