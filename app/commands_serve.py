@@ -33,7 +33,7 @@ def serve(
     max_upload_mb: int = typer.Option(20, "--max-upload-mb", help="Largest file that may be sent here."),
     max_pixels: int | None = typer.Option(None, "--max-pixels", help="Most height x width x frames of a clip."),
 ) -> None:
-    """Serve the web page until interrupted. Needs `pip install videospark[app]`."""
+    """Serve the web page until interrupted. Needs `pip install videospark\\[app]`."""
     for name, value, least in (
         ("port", port, 0), ("max_queue", max_queue, 1), ("max_upload_mb", max_upload_mb, 1),
         ("max_pixels", max_pixels, 1),

@@ -12,10 +12,13 @@ PACKAGE = Path(importlib.util.find_spec("videospark").origin).parent
 ALLOWED = {
     "core": set(),
     "attention": {"core"},
+    "quantization": {"core"},
     "tiny": {"core", "attention"},
-    "pipelines": {"core", "attention"},
+    "pipelines": {"core", "attention", "quantization"},
     "evaluation": {"core", "attention", "pipelines", "tiny"},
-    "app": {"core", "attention", "pipelines", "tiny", "evaluation"},
+    "distill": {"core", "attention", "quantization", "pipelines", "tiny"},
+    "benchmarks": {"core", "attention", "quantization", "pipelines", "tiny"},
+    "app": {"core", "attention", "quantization", "pipelines", "tiny", "evaluation", "distill", "benchmarks"},
 }
 HOME_OF_HEAVY = {"gradio": "page.py", "ray": "ray_batch.py", "triton": "triton_kernels.py"}
 
