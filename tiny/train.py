@@ -142,15 +142,14 @@ def _export(output: Path, quick: bool, compile_kernels: bool) -> Path:
 
 
 def export(output: Path, stage: str, *, size: int) -> Path:
-    """Write the pipeline of a finished stage to `output/checkpoint`, bf16, with `videospark_defaults.json`."""
+    """Write the pipeline of a finished stage to `output/checkpoint`, bf16 but for what diffusers keeps in float32."""
     pipe = _assemble(_load_vae(output), *_load_denoiser(output, stage))
     for part in (pipe.transformer, pipe.text_encoder, pipe.vae):
-        part.to(torch.bfloat16)
+        _to_bfloat16(part)
     folder = output / "checkpoint"
     pipe.save_pretrained(folder, safe_serialization=True)
-    for config in folder.glob(
-        "*/config.json"
-    ):  # diffusers notes where the parts were read from: a path of this machine
+    # diffusers notes where the parts were read from: a path of this machine.
+    for config in folder.glob("*/config.json"):
         settings = json.loads(config.read_text(encoding="utf-8"))
         settings.pop("_name_or_path", None)
         config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -165,6 +164,14 @@ def export(output: Path, stage: str, *, size: int) -> Path:
     }
     (folder / "videospark_defaults.json").write_text(json.dumps(defaults, indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def _to_bfloat16(module: torch.nn.Module) -> None:
+    """Round all but what diffusers keeps in float32 when it loads in a narrower dtype."""
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point() and not kept & set(name.split(".")):
+            tensor.data = tensor.data.bfloat16()
 
 
 _STAGES = {
