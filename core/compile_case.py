@@ -1,6 +1,6 @@
 """What a Triton kernel is compiled as where there is no GPU: the contract between kernels and the compile check.
 
-Each `triton_kernels.py` has a function `compile_cases() -> list[CompileCase]`; `benchmarks/kernels_compile.py` compiles
+Each `triton_kernels.py` has a function `compile_cases() -> list[CompileCase]`; `benchmarks/compile.py` compiles
 them all and reads registers, spills and shared memory off the result. This module imports neither torch nor Triton.
 """
 

@@ -10,8 +10,13 @@ behind the tokens in memory is ever read. Sums are float32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from ...core.compile_case import CompileCase
+from .triton_tiles import SHARED_MEMORY_LIMITS, Kernel, choose_tiles
 
 
 @triton.jit
@@ -239,3 +244,86 @@ def quantize_kernel(
     scaled = (tl.where(broken, 0.0, x / scale) + 12582912.0) - 12582912.0
     base = values_ptr + batch * values_batch + head * values_head + start.to(tl.int64) * values_token
     tl.store(base + rows[:, None] * values_token + channels[None, :], scaled.to(tl.int8), mask=inside[:, None])
+
+
+_KERNELS: dict[Kernel, Any] = {
+    "forward": forward_kernel,
+    "grad_query": grad_query_kernel,
+    "grad_key_value": grad_key_value_kernel,
+}
+_FLOAT32_POINTERS = ("lse_ptr", "grad_lse_ptr", "delta_ptr", "q_scale_ptr", "k_scale_ptr", "shift_ptr", "scale_ptr")
+_INTEGER_POINTERS = ("index_ptr", "count_ptr", "queries_ptr", "first_ptr")
+
+
+def compile_cases() -> list[CompileCase]:
+    """What the kernels are compiled as without a GPU: head sizes and blocks of Wan, the smallest and the widest."""
+    cases = []
+    for dim in (64, 128):
+        for sizes in ((64, 64), (128, 64), (128, 128), (64, 128)):
+            cases += [_cases_of(kernel, dim, sizes, "bf16") for kernel in _KERNELS]
+            cases.append(_cases_of("forward", dim, sizes, "bf16", quantized=True))
+    for dim, sizes, dtype in ((64, (16, 16), "bf16"), (128, (96, 48), "fp16"), (256, (64, 64), "bf16")):
+        cases += [_cases_of(kernel, dim, sizes, dtype) for kernel in _KERNELS]
+    cases += [_cases_of(kernel, 128, (64, 64), "fp32") for kernel in _KERNELS]
+    flat = [case for group in cases for case in group]
+    return flat + [_quantize_case(dim, 128, is_key) for dim in (64, 128) for is_key in (False, True)]
+
+
+def _cases_of(
+    kernel: Kernel, dim: int, sizes: tuple[int, int], dtype: str, *, quantized: bool = False
+) -> list[CompileCase]:
+    """One case for each choice of tiles that the targets lead to."""
+    by_tiles: dict[Any, list[str]] = {}
+    for target, shared_memory in SHARED_MEMORY_LIMITS.items():
+        item_bytes = 4 if dtype == "fp32" else 2
+        tiles = choose_tiles(
+            kernel, block_size_q=sizes[0], block_size_k=sizes[1], head_dim=dim, item_bytes=item_bytes,
+            shared_memory=shared_memory,
+        )  # fmt: skip
+        by_tiles.setdefault(tiles, []).append(target)
+    cases = []
+    for tiles, targets in by_tiles.items():
+        constants: dict[str, Any] = {"DIM": dim, "BLOCK_Q": sizes[0], "BLOCK_K": sizes[1], "UPCAST": False}
+        constants |= {"TILE_Q": tiles.tile_q, "TILE_K": tiles.tile_k, "PRECISION": "ieee"}
+        if kernel == "forward":
+            constants["QUANTIZED"] = quantized
+        elif kernel == "grad_query":
+            constants["HAS_GRAD_LSE"] = False
+        name = f"{kernel} int8" if quantized else kernel
+        tile = f"tiles {tiles.tile_q}x{tiles.tile_k}"
+        label = f"{name} {dtype} d{dim} blocks {sizes[0]}x{sizes[1]} {tile}"
+        eight_bits = ("q_ptr", "k_ptr") if quantized else ()
+        cases.append(
+            _case(_KERNELS[kernel], dtype, constants, tiles.num_warps, tiles.num_stages, label, dtype != "fp32",
+                  eight_bits, tuple(targets))
+        )  # fmt: skip
+    return cases
+
+
+def _quantize_case(dim: int, block: int, is_key: bool) -> CompileCase:
+    constants = {"DIM": dim, "BLOCK": block, "ROWS": block, "IS_KEY": is_key}
+    label = f"quantize {'key' if is_key else 'query'} bf16 d{dim} block {block}"
+    return _case(quantize_kernel, "bf16", constants, 8, 3, label, False, ("values_ptr",), tuple(SHARED_MEMORY_LIMITS))
+
+
+def _case(
+    kernel: Any, dtype: str, constants: dict[str, Any], num_warps: int, num_stages: int, label: str, matrix: bool,
+    eight_bits: tuple[str, ...], targets: tuple[str, ...],
+) -> CompileCase:  # fmt: skip
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            continue
+        if name in eight_bits:
+            signature[name] = "*i8"
+        elif name in _FLOAT32_POINTERS or name == "mean_ptr":
+            signature[name] = "*fp32"
+        elif name.endswith("_ptr"):
+            signature[name] = "*i32" if name in _INTEGER_POINTERS else f"*{dtype}"
+        else:
+            signature[name] = "fp32" if name.startswith("scale") else "i32"
+    steps = tuple(name for name in signature if name.endswith(("_batch", "_token", "_head")))
+    return CompileCase(
+        kernel=kernel, signature=signature, constexprs=constants, num_warps=num_warps, num_stages=num_stages,
+        label=label, needs_matrix_instruction=matrix, divisible_by_16=steps, targets=targets,
+    )  # fmt: skip
