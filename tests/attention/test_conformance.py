@@ -95,7 +95,7 @@ def mixes_heads(query, key, value, context, config):
 
 
 def forgets(query, key, value, context, config):
-    return right(query, key, value, context, config) * (1 + 1e-7 * torch.rand(()))
+    return right(query, key, value, context, config) * (1 + 1e-3 * torch.rand(()))
 
 
 def hides_nan(query, key, value, context, config):
