@@ -1,6 +1,7 @@
 """Every registered backend passes the suite, and the suite finds each fault that it is there to find."""
 
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -94,8 +95,8 @@ def mixes_heads(query, key, value, context, config):
     return right(query, key, value, context, config) + 1e-3 * value.mean(dim=2, keepdim=True).detach()
 
 
-def forgets(query, key, value, context, config):
-    return right(query, key, value, context, config) * (1 + 1e-3 * torch.rand(()))
+def forgets(query, key, value, context, config, calls=itertools.count()):  # noqa: B008
+    return right(query, key, value, context, config) * (1 + 0.05 * (next(calls) % 2))
 
 
 def hides_nan(query, key, value, context, config):
