@@ -1,67 +1,19 @@
-"""Many clips into one folder: resumable at any moment, shared by any number of processes.
-
-The folder holds, for a job `x`:
-
-    clips/x.mp4 x.png x.json      the clip, its contact sheet, its sidecar
-    manifest.jsonl                one record per job
-    .locks/x.lock                 locked by the process that works on it; the system frees it when that process dies
-    .work/x/                      files not complete yet
-
-The files are made under `.work` and moved when they are whole, the sidecar last. A record in the manifest holds size
-and hash of the video, so that a damaged one is noticed, and a hash of every setting, so that a changed one is. While a
-batch runs the manifest is only appended to (the last record of a job counts); in the end it is written anew in the
-order of the jobs.
-"""
+"""Runs a batch in this process: what is missing, broken, changed or failed before, one job after the other."""
 
 from __future__ import annotations
 
-import dataclasses
-import errno
-import hashlib
-import json
-import logging
-import os
-import shutil
-import socket
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
-from filelock import FileLock, Timeout
-
-from ..pipelines.generation import GenerationRequest, GenerationResult, StepCallback, write_result
-from ..pipelines.recipe import Recipe
-from ..pipelines.recipe import resolve as resolve_recipe
-from .console import describe_error, write_text
-from .engine import is_out_of_memory, request_settings
+from .batch_folder import BatchFolder, Runner
 from .estimate import Estimator
 from .jobs import Job, grouped
 
-MANIFEST = "manifest.jsonl"
-CLIPS = "clips"
 WAIT_SECONDS = 0.5
 """Pause between two looks at jobs that other processes work on."""
-
-_LOG = logging.getLogger("videospark.batch")
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_SEPARATORS = (",", ":")
-
-
-class Runner(Protocol):
-    """What makes the clips: an `Engine`, or a test's stand-in."""
-
-    def run(
-        self, request: GenerationRequest, recipe: str | Recipe | None = None, *, on_step: StepCallback | None = None
-    ) -> GenerationResult:
-        """Makes one clip."""
-        ...
-
-    def free_memory(self) -> None:
-        """Gives memory back after a failure."""
-        ...
 
 
 @dataclass
@@ -82,226 +34,32 @@ class Summary:
         return {**numbers, "failed": len(self.failed), "errors": dict(self.failed)}
 
 
-class BatchFolder:
-    """The output folder of a batch.
-
-    Args:
-        path: the folder; made when the first job is claimed.
-        settings: by job id, a hash of everything that decides its clip.
-        extra: further entries of every sidecar, such as the model's name.
-    """
-
-    def __init__(self, path: str | Path, settings: Mapping[str, str], extra: Mapping[str, Any] | None = None) -> None:
-        self.path, self.settings, self.extra = Path(path), settings, dict(extra or {})
-        self._read_inode, self._read_bytes = -1, 0
-        self._records: dict[str, dict[str, Any]] = {}
-        self.worker = f"{socket.gethostname()}:{os.getpid()}"
-
-    def records(self) -> dict[str, dict[str, Any]]:
-        """The last record of each job in the manifest; a line that a killed process left half is none.
-
-        Only what was added since the last call is read, unless another process wrote the file anew.
-        """
-        try:
-            with (self.path / MANIFEST).open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._read_inode or status.st_size < self._read_bytes:
-                    self._read_inode, self._read_bytes, self._records = status.st_ino, 0, {}
-                file.seek(self._read_bytes)
-                data = file.read()
-        except FileNotFoundError:
-            return {}
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        for line in whole.split(b"\n"):
-            record = _parse_record(line)
-            if record is not None:
-                self._records[record["id"]] = record
-        return dict(self._records)
-
-    def state(self, job: Job, record: Mapping[str, Any] | None) -> str:
-        """Of a job by its files and its record: "done", "missing", "changed", "broken" or "failed"."""
-        files = self.files(job.id)
-        present = all(file.is_file() for file in files.values())
-        if self.is_current(job, record):
-            assert record is not None
-            size, digest = record.get("bytes"), record.get("sha256")
-            whole = present and files["video"].stat().st_size == size and _sha256(files["video"]) == digest
-            return "done" if whole and _read_json(files["sidecar"]) is not None else "broken"
-        # A process that died between moving the files and writing the record leaves an old record, or none.
-        unrecorded = self._state_without_record(job, files) if present else "missing"
-        if unrecorded == "done" or record is None:
-            return unrecorded
-        return "failed" if record.get("settings") == self.settings[job.id] else "changed"
-
-    def is_current(self, job: Job, record: Mapping[str, Any] | None) -> bool:
-        """Whether the record says that the job was made with its present settings."""
-        if record is None:
-            return False
-        return record["status"] == "done" and record.get("settings") == self.settings[job.id]
-
-    def files(self, job_id: str) -> dict[str, Path]:
-        """The three files of a job, whether they exist or not."""
-        clips = self.path / CLIPS
-        return {
-            "video": clips / f"{job_id}.mp4", "sheet": clips / f"{job_id}.png", "sidecar": clips / f"{job_id}.json"
-        }  # fmt: skip
-
-    @contextmanager
-    def claim(self, job_id: str):
-        """Yields whether this process may work on the job until the block ends; nobody else may then."""
-        lock = FileLock(self._lock_path(job_id))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            lock.release()
-
-    def make(self, job: Job, runner: Runner, on_step: StepCallback | None = None) -> dict[str, Any]:
-        """Makes one claimed job's files and appends its record, also of a failure; returns the record.
-
-        Raises:
-            OSError: the disk is full or read-only, which no other job would survive either.
-        """
-        start = time.time()
-        base = self._base(job, self.worker)
-        failure = None
-        try:
-            result = runner.run(job.request, job.recipe, on_step=on_step)
-            record = {**base, "status": "done", **self._store(job, result)}
-        except Exception as error:  # a bad job is recorded, and the others are made
-            if isinstance(error, OSError) and error.errno in _FULL_DISK:
-                raise
-            _LOG.warning("job %s (line %d) failed", job.id, job.line, exc_info=True)
-            memory = "out of memory: " if is_out_of_memory(error) else ""
-            failure = memory + describe_error(error)[:2000]
-        if failure is not None:
-            runner.free_memory()
-            self._remove(job.id)
-            record = {**base, "status": "failed", "error": failure}
-        record["seconds"] = round(time.time() - start, 3)
-        record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.append(record)
-        return record
-
-    def adopt(self, job: Job) -> None:
-        """Appends the record of a job whose files are whole and whose process died before it could."""
-        sidecar = _read_json(self.files(job.id)["sidecar"]) or {}
-        base = self._base(job, sidecar.get("batch", {}).get("worker"))
-        seconds = round(sidecar["stages"]["total_seconds"], 3)
-        self.append({**base, "status": "done", **self._video_facts(job.id), "seconds": seconds})
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Adds a line to the manifest, on a line of its own even where a killed process left half of one."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(record, ensure_ascii=False, separators=_SEPARATORS) + "\n"
-        with self._manifest_lock(), (self.path / MANIFEST).open("ab+") as file:
-            if file.seek(0, os.SEEK_END) > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    line = "\n" + line
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def finish(self, jobs: Sequence[Job]) -> None:
-        """Writes the manifest anew: one record per job, in their order; then those of jobs no longer asked."""
-        with self._manifest_lock():
-            records = self.records()
-            order = [job.id for job in jobs if job.id in records]
-            order += [name for name in records if name not in set(order)]
-            lines = [json.dumps(records[name], ensure_ascii=False, separators=_SEPARATORS) + "\n" for name in order]
-            write_text(self.path / MANIFEST, "".join(lines))
-
-    def _state_without_record(self, job: Job, files: Mapping[str, Path]) -> str:
-        sidecar = _read_json(files["sidecar"])
-        if sidecar is None:
-            return "broken"
-        if sidecar.get("batch", {}).get("settings") != self.settings[job.id]:
-            return "changed"
-        return "done" if _decodes(files["video"], sidecar["size"]) else "broken"
-
-    def _base(self, job: Job, worker: str | None) -> dict[str, Any]:
-        request = job.request
-        return {
-            "id": job.id, "line": job.line, "settings": self.settings[job.id], "prompt": request.prompt,
-            "seed": request.seed, "recipe": job.recipe, "shape": list(job.shape[1:]), "cost": job.cost,
-            "worker": worker,
-        }  # fmt: skip
-
-    def _store(self, job: Job, result: GenerationResult) -> dict[str, Any]:
-        work, files = self.path / ".work" / job.id, self.files(job.id)
-        shutil.rmtree(work, ignore_errors=True)  # what a killed process left
-        work.mkdir(parents=True)
-        own = {"id": job.id, "settings": self.settings[job.id], "worker": self.worker}
-        made = write_result(result, work / f"{job.id}.mp4", extra={**self.extra, "batch": own})
-        files["sidecar"].parent.mkdir(parents=True, exist_ok=True)
-        files["sidecar"].unlink(missing_ok=True)  # an earlier clip's must not describe this one's video
-        for name in ("video", "sheet", "sidecar"):
-            os.replace(made[name], files[name])
-        shutil.rmtree(work, ignore_errors=True)
-        return {**self._video_facts(job.id), "stages": {k: round(v, 4) for k, v in result.stages["seconds"].items()}}
-
-    def _video_facts(self, job_id: str) -> dict[str, Any]:
-        files = self.files(job_id)
-        places = {name: file.relative_to(self.path).as_posix() for name, file in files.items()}
-        return {**places, "bytes": files["video"].stat().st_size, "sha256": _sha256(files["video"])}
-
-    def _remove(self, job_id: str) -> None:
-        """A failed job has no clip: not even that of earlier settings, which would pass for its own."""
-        for file in self.files(job_id).values():
-            file.unlink(missing_ok=True)
-        shutil.rmtree(self.path / ".work" / job_id, ignore_errors=True)
-
-    def _lock_path(self, name: str) -> Path:
-        folder = self.path / ".locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{name}.lock"
-
-    def _manifest_lock(self) -> FileLock:
-        # "=" is in no id, so this is no job's lock.
-        return FileLock(self._lock_path("=manifest"))
-
-
-def settings_hash(job: Job, model: str, own_recipe: Recipe | None = None) -> str:
-    """A hash of everything that decides a resolved job's clip: request, recipe, model; not its id or line.
-
-    Args:
-        job: with a resolved request.
-        model: the model's fingerprint.
-        own_recipe: what the model is loaded with; used for jobs that name none.
-    """
-    recipe = resolve_recipe(job.recipe) if job.recipe is not None else own_recipe
-    data = {
-        "request": request_settings(job.request),
-        "recipe": dataclasses.asdict(recipe) if recipe is not None else None,
-        "model": model,
-    }
-    text = json.dumps(data, sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-class Observer:
+class Observer(Protocol):
     """Hears what a batch does; its methods do nothing and may be overridden."""
 
     def states(self, states: Mapping[str, str]) -> None:
         """The state of every job before the first is made."""
+        return None
 
     def begins(self, job: Job) -> None:
         """A job begins."""
+        return None
 
     def step(self, job: Job, index: int, steps: int, seconds: float) -> None:
         """A denoising step of it is done."""
+        return None
 
     def ended(self, job: Job, record: Mapping[str, Any], seconds_left: float | None) -> None:
         """It is done or failed; the time that the rest takes, by what was measured."""
+        return None
 
     def waiting(self, jobs: Sequence[Job]) -> None:
         """Nothing is left but what other processes work on."""
+        return None
+
+
+class _Silent(Observer):
+    """Nobody listens."""
 
 
 def run_batch(
@@ -323,20 +81,12 @@ def run_batch(
         observer: hears of the progress.
         limit: most jobs to make now.
     """
-    observer = observer or Observer()
-    records = folder.records()
-    states = {job.id: folder.state(job, records.get(job.id)) for job in jobs}
-    observer.states(states)
-    summary = Summary(kept=[job.id for job in jobs if states[job.id] == "done"])
-    for job in jobs:
-        if states[job.id] == "done" and not folder.is_current(job, records.get(job.id)):
-            folder.adopt(job)
-    pending = [job for job in grouped(jobs) if states[job.id] != "done"]
-    known = {job.id: records.get(job.id) for job in pending}
+    observer = observer or _Silent()
+    pending, known, summary = begin(jobs, folder, observer)
     estimator = Estimator()
     loaded: Runner | None = None
     while pending:
-        busy = []
+        busy: list[Job] = []
         for position, job in enumerate(pending):
             if limit is not None and len(summary.made) + len(summary.failed) >= limit:
                 summary.left = [other.id for other in [*busy, *pending[position:]]]
@@ -346,12 +96,12 @@ def run_batch(
                 if not ours:
                     busy.append(job)
                     continue
-                if _settled_by_others(job, folder, known[job.id], summary):
+                if settled_by_others(job, folder, known[job.id], summary):
                     continue
                 loaded = loaded if loaded is not None else runner()
                 observer.begins(job)
-                record = folder.make(job, loaded, lambda i, n, s, job=job: observer.step(job, i, n, s))
-            _note(job, record, summary)
+                record = folder.make(job, loaded, functools.partial(observer.step, job))
+            note(job, record, summary)
             if record["status"] == "done":
                 estimator.add(job, record["seconds"])
             observer.ended(job, record, estimator.seconds([*busy, *pending[position + 1 :]]))
@@ -363,7 +113,22 @@ def run_batch(
     return summary
 
 
-def _settled_by_others(job: Job, folder: BatchFolder, known: Mapping[str, Any] | None, summary: Summary) -> bool:
+def begin(
+    jobs: Sequence[Job], folder: BatchFolder, observer: Observer
+) -> tuple[list[Job], dict[str, dict[str, Any] | None], Summary]:
+    """What is to be made, by shape; the records that these jobs have now; and a summary of what is kept."""
+    records = folder.records()
+    states = {job.id: folder.state(job, records.get(job.id)) for job in jobs}
+    observer.states(states)
+    for job in jobs:
+        if states[job.id] == "done" and not folder.is_current(job, records.get(job.id)):
+            folder.adopt(job)
+    pending = [job for job in grouped(jobs) if states[job.id] != "done"]
+    summary = Summary(kept=[job.id for job in jobs if states[job.id] == "done"])
+    return pending, {job.id: records.get(job.id) for job in pending}, summary
+
+
+def settled_by_others(job: Job, folder: BatchFolder, known: Mapping[str, Any] | None, summary: Summary) -> bool:
     """Whether another process made the job, or failed with it, since this one began."""
     record = folder.records().get(job.id)
     if record == known:
@@ -379,49 +144,8 @@ def _settled_by_others(job: Job, folder: BatchFolder, known: Mapping[str, Any] |
     return False
 
 
-def _note(job: Job, record: Mapping[str, Any], summary: Summary) -> None:
+def note(job: Job, record: Mapping[str, Any], summary: Summary) -> None:
     if record["status"] == "done":
         summary.made.append(job.id)
     else:
         summary.failed[job.id] = record["error"]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_old(file)
-
-
-def _sha256_old(file: Any) -> str:  # Python 3.10
-    digest = hashlib.sha256()
-    while block := file.read(2**20):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
-
-
-def _parse_record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-        return record if isinstance(record["id"], str) and record["status"] in ("done", "failed") else None
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _decodes(path: Path, size: Mapping[str, int]) -> bool:
-    """Whether every frame that the sidecar promises can be decoded."""
-    import imageio_ffmpeg
-
-    try:
-        reader = imageio_ffmpeg.read_frames(str(path))
-        width, height = next(reader)["source_size"]
-        frames = sum(1 for _ in reader)
-    except (RuntimeError, OSError, StopIteration, KeyError):
-        return False
-    return (width, height, frames) == (size["width"], size["height"], size["num_frames"])

@@ -80,7 +80,7 @@ def _check_options(
 def _plan(jobs_file: Path, output: Path, defaults: dict[str, Any], seeds: int, model: str | None) -> _Plan:
     """Everything that can be known before a weight is read; problems of the file are printed line by line."""
     from ..pipelines.recipe import resolve
-    from .batch import BatchFolder, settings_hash
+    from .batch_folder import BatchFolder, settings_hash
     from .engine import model_fingerprint, planned_pipeline, resolve_for
     from .jobs import JobFileError, check_jobs, read_jobs
 
@@ -205,7 +205,7 @@ def duration(seconds: float) -> str:
 
 
 def _dry_report(plan: _Plan) -> dict[str, Any]:
-    from .batch import Estimator
+    from .estimate import Estimator
     from .jobs import grouped
 
     records = plan.folder.records()

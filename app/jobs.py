@@ -266,7 +266,7 @@ def _read_csv(text: str, problems: _Problems) -> _Rows:
                     rule = f"repeats {', '.join(repeated)}" if repeated else "has no column 'prompt'"
                     problems.append((line, f"the first line {rule}; must name each key once, `prompt` among them"))
                     return []
-                problems += [(line, text) for key in header if (text := _unknown_key(key))]
+                problems += [(line, wrong) for key in header if (wrong := _unknown_key(key))]
             elif any(cell.strip() for cell in cells):
                 if len(cells) != len(header):
                     problems.append((line, f"got {len(cells)} cells; must be {len(header)}, as in the first line"))
@@ -368,8 +368,9 @@ def _request_fields(own: dict[str, Any], defaults: dict[str, Any], folder: Path,
 
 def _id_of(settings: dict[str, Any], seed: Any) -> str:
     """A name made of the prompt's first words and a hash of all that the line says."""
-    if seed is not None and not isinstance(seed, list) and len(parse_seeds(seed) or ()) == 1:
-        (settings["seed"],) = parse_seeds(seed) or ()
+    seeds = None if isinstance(seed, list) else parse_seeds(seed)
+    if seeds is not None and len(seeds) == 1:
+        settings["seed"] = seeds[0]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, ensure_ascii=True).encode()).hexdigest()[:10]
     plain = unicodedata.normalize("NFKD", settings["prompt"]).encode("ascii", "ignore").decode().lower()
     words = "-".join(re.findall(r"[a-z0-9]+", plain))[:40].strip("-")

@@ -141,7 +141,7 @@ class Page:
             "preview": gr.Image(label="Preview", interactive=False, visible=False, height=260, format="jpeg"),
             "video": gr.Video(label="Clip", interactive=False, autoplay=True, loop=True, elem_id="clip"),
             "stages": gr.Dataframe(headers=list(view.STAGE_COLUMNS), label="Stages", interactive=False, visible=False),
-            "report": gr.HTML("", label="What really ran", show_label=True),
+            "report": gr.HTML(""),
             "sidecar": gr.File(label="Sidecar: makes the clip again", interactive=False, visible=False),
         }
 
@@ -259,8 +259,8 @@ class Page:
         with gr.Row():
             again = gr.Button("Use these settings")
             delete = gr.Button("Delete this clip", variant="stop")
-        listing = {"fn": self._list, "inputs": [page], "outputs": [gallery, shown]}
-        quiet = {"api_visibility": "private", "show_progress": "hidden"}
+        listing: dict[str, Any] = {"fn": self._list, "inputs": [page], "outputs": [gallery, shown]}
+        quiet: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
         tab.select(**listing, **quiet)
         page.change(**listing, **quiet)
         gallery.select(self._select, [shown], [selected, video, report, sidecar], **quiet)
@@ -317,7 +317,7 @@ class Page:
         summary = gr.HTML("")
         table = gr.Dataframe(headers=list(view.JOB_COLUMNS), label="Jobs", interactive=False, wrap=True)
         timer = gr.Timer(REFRESH_SECONDS)
-        quiet = {"api_visibility": "private", "show_progress": "hidden"}
+        quiet: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
         run.click(self._run_file, [file], [group], **quiet)
         stop.click(self._stop_file, [group], None, **quiet)
         timer.tick(self._watch_file, [group], [summary, table], **quiet)

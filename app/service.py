@@ -7,6 +7,7 @@ after a reload; the log names the id beside the real cause of each failure, and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import logging
@@ -192,7 +193,7 @@ class GenerationService:
         known = -1
         while True:
             with self._changed:
-                self._changed.wait_for(lambda seen=known: self._version(request_id) != seen, timeout=poll)
+                self._changed.wait_for(functools.partial(self._is_newer, request_id, known), timeout=poll)
             snapshot = self.snapshot(request_id, owner)
             if snapshot is None:
                 return
@@ -228,9 +229,9 @@ class GenerationService:
 
     # Below: under the lock, or in a worker's thread.
 
-    def _version(self, request_id: str) -> int:
+    def _is_newer(self, request_id: str, version: int) -> bool:
         task = self._tasks.get(request_id)
-        return -2 if task is None else task.snapshot.version
+        return task is None or task.snapshot.version != version
 
     def _require_room(self, background: bool, count: int) -> None:
         if self._closing:
@@ -301,7 +302,8 @@ class GenerationService:
         """Runs a request and settles it; returns how to settle one that was not done."""
         request_id = task.snapshot.id
         try:
-            return self._make(engine, task)
+            self._make(engine, task)
+            return None
         except GenerationCancelled:
             return Status.cancelled, None
         except Exception as error:  # whatever one request does, the next must find a worker

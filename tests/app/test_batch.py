@@ -16,8 +16,9 @@ import imageio.v3 as imageio
 import pytest
 from typer.testing import CliRunner
 
-from videospark.app import batch
-from videospark.app.batch import BatchFolder, Observer, run_batch, settings_hash
+from videospark.app import batch_folder
+from videospark.app.batch import Observer, run_batch
+from videospark.app.batch_folder import BatchFolder, settings_hash
 from videospark.app.cli import app
 from videospark.app.estimate import Estimator
 from videospark.app.jobs import Job
@@ -130,7 +131,7 @@ def test_a_full_disk_ends_the_batch(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(batch, "write_result", full)
+    monkeypatch.setattr(batch_folder, "write_result", full)
     with pytest.raises(OSError, match="No space left"):
         run(tmp_path, [job("a"), job("b")])
 
