@@ -50,7 +50,11 @@ def evaluate(
     for name, path in (("json", json_file), ("markdown", markdown), ("sheet", sheet)):
         if path is not None:
             check_writable(path, name)
-    lonely: dict[str, object] = {"against_model": against_model, "against_steps": against_steps, "against_guidance": against_guidance}
+    lonely: dict[str, object] = {
+        "against_model": against_model,
+        "against_steps": against_steps,
+        "against_guidance": against_guidance,
+    }
     for name, given in lonely.items():
         if against is None and given is not None:
             raise ValueError(f"{name}: got {given!r} without --against; must come with the teacher's recipe")
@@ -76,6 +80,8 @@ def evaluate(
     if teacher is not None:
         teacher.prepare(shared)
 
+    if teacher is not None:
+        teacher.crossover = ours.crossover = ours.first_inner_knot()
     texts = [ours.measure(counts)]
     report: dict[str, Any] = ours.report()
     if teacher is not None:
@@ -85,6 +91,8 @@ def evaluate(
         report["teacher"] = teacher.report()
         report |= compare(ours.result, teacher.result)
         report["denoise_speedup"] = denoise_speedup(ours.maker, teacher.maker)
+        if report["distribution_to_teacher"]:
+            texts.append("\n" + _distances(report["distribution_to_teacher"]))
         names = ("accuracy_over_teacher", "entropy_over_teacher", "denoise_speedup")
         texts.append("\n" + "\n".join(f"{name:<24}{_number(report[name])}" for name in names) + "\n")
     typer.echo("\n".join(texts))
@@ -106,6 +114,7 @@ class _Candidate:
         self.name, self.model, self.recipe, self.steps, self.guidance = name, model, recipe, steps, guidance
         self.maker: Any = None
         self.result: Any = None
+        self.crossover: float | None = None
 
     def prepare(self, shared: dict[str, Any]) -> None:
         """Load it; every setting is checked here, before a clip is made."""
@@ -124,8 +133,17 @@ class _Candidate:
         pipe.set_progress_bar_config(disable=True)
         self.maker = ClipMaker(pipe, _settings(pipe, self.steps, self.guidance), batch_size=shared["batch_size"])
 
+    def first_inner_knot(self) -> float | None:
+        """Noise level at the end of a few-step student's first step; None for others."""
+        from ..pipelines.scheduling_few_step import FewStepScheduler
+
+        scheduler = self.maker.pipe.scheduler
+        sigmas = scheduler.config.sigmas if isinstance(scheduler, FewStepScheduler) else None
+        return float(sigmas[1]) if sigmas is not None and len(sigmas) > 1 else None
+
     def measure(self, counts: dict[str, int]) -> str:
         """Make its clips and judge them; returns the tables."""
+        from ..evaluation.distribution import SampleStates
         from ..evaluation.run import evaluate as evaluate_text_to_video
         from ..evaluation.run import evaluate_image_to_video
 
@@ -136,7 +154,8 @@ class _Candidate:
                 size = (settings["height"], settings["width"])
                 self.result = evaluate_image_to_video(self.maker, size=size, progress=progress, **counts)
             else:
-                self.result = evaluate_text_to_video(self.maker, progress=progress, **counts)
+                self.maker.states = SampleStates(self.crossover)
+                self.result = evaluate_text_to_video(self.maker, progress=progress, states=self.maker.states, **counts)
         return self.result.markdown()
 
     def report(self) -> dict[str, Any]:
@@ -154,6 +173,16 @@ def denoise_speedup(ours: Any, teacher: Any) -> float:
             maker.warm_up(keep_seconds=True)
             seconds[name].append(maker.seconds.denoise_per_clip.pop())
     return statistics.median(seconds["teacher"]) / statistics.median(seconds["ours"])
+
+
+def _distances(measures: dict[str, dict[str, Any]]) -> str:
+    """The distances to the teacher as a table."""
+    from ..evaluation.report import Table
+
+    table = Table("Distance to the teacher", ("measure", "value", "low", "high", "count"))
+    for name, found in measures.items():
+        table.add(name, found["value"], found["low"], found["high"], found["count"])
+    return table.markdown() + "\n"
 
 
 def _number(value: float | None) -> str:

@@ -144,7 +144,11 @@ class SelfAttentionProcessor:
             if branch.needs_block_map and block_map is None:
                 name = self.state.config.backend
                 raise RuntimeError(f"exclude_selected: backend {name!r} does not record which blocks it keeps")
-            out = branch(BranchInputs(out, query, key, value, rotated[0], rotated[1], gate, rotary_emb, heads, context, block_map))
+            out = branch(
+                BranchInputs(
+                    out, query, key, value, rotated[0], rotated[1], gate, rotary_emb, heads, context, block_map
+                )
+            )
         if ranks is not None:
             out = ranks.to_tokens(out)
         out = out.flatten(2, 3).type_as(query)

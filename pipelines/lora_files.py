@@ -151,11 +151,11 @@ def resolve_names(modules: Iterable[str], targets: set[str]) -> tuple[dict[str, 
     found: dict[str, str] = {}
     unmatched: list[str] = []
     for module in modules:
-        target = _resolve(module, targets, flat)
-        if target is None:
+        resolved = _resolve(module, targets, flat)
+        if resolved is None:
             unmatched.append(module)
         else:
-            found[module] = target
+            found[module] = resolved
     return found, unmatched
 
 
