@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..evaluation.distribution import SampleStates
+
 SHEET_CLIPS = 8
 """Number of clips kept for a picture."""
 
@@ -48,6 +50,9 @@ class ClipMaker:
         settings: height, width, num_frames, num_inference_steps, guidance_scale, max_sequence_length.
         batch_size: Clips denoised together.
         on_clips: Called with the number of clips each time a batch is ready.
+
+    Attributes:
+        states: Takes the latents of every clip that is returned; None for none.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class ClipMaker:
         self.pipe, self.settings, self.batch_size = pipe, dict(settings), batch_size
         self.seconds = PartSeconds()
         self.first_clips: list[np.ndarray] = []
+        self.states: SampleStates | None = None
         self.image_to_video = "image" in inspect.signature(type(pipe).__call__).parameters
         self._on_clips = on_clips
 
@@ -80,8 +86,8 @@ class ClipMaker:
 
         With `keep_seconds` its denoising seconds per clip are appended to `seconds.denoise_per_clip`, for a comparison.
         """
-        seconds, on_clips = self.seconds, self._on_clips
-        self.seconds, self._on_clips = PartSeconds(), None
+        seconds, on_clips, states = self.seconds, self._on_clips, self.states
+        self.seconds, self._on_clips, self.states = PartSeconds(), None, None
         try:
             picture = (
                 None if not self.image_to_video else np.zeros((self.settings["height"], self.settings["width"], 3))
@@ -91,7 +97,7 @@ class ClipMaker:
         finally:
             if keep_seconds:
                 seconds.denoise_per_clip += self.seconds.denoise_per_clip
-            self.seconds, self._on_clips = seconds, on_clips
+            self.seconds, self._on_clips, self.states = seconds, on_clips, states
 
     @torch.inference_mode()
     def _batch(self, prompts: list[str], seeds: list[int], picture: np.ndarray | None = None) -> list[np.ndarray]:
@@ -110,7 +116,11 @@ class ClipMaker:
                 device=pipe._execution_device,
             )
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-        extra = {} if picture is None else {"image": Image.fromarray(picture)}
+        extra: dict[str, Any] = {} if picture is None else {"image": Image.fromarray(picture)}
+        crossing = None
+        if self.states is not None and self.states.crossover is not None:
+            crossing = Crossing(self.states.crossover)
+            extra["callback_on_step_end"] = crossing
         with self._timed("denoise"), _noise_from(pipe.scheduler, generators):
             latents = pipe(
                 prompt_embeds=positive,
@@ -120,6 +130,10 @@ class ClipMaker:
                 **settings,
                 **extra,
             ).frames
+        if self.states is not None:
+            self.states.final.append(latents.float().cpu())
+            if crossing is not None and crossing.state is not None:
+                self.states.on_the_way.append(crossing.state.float().cpu())
         with self._timed("decode"):
             video = decode(pipe, latents)
         self.seconds.clips += len(prompts)
@@ -135,6 +149,35 @@ class ClipMaker:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # kernels run behind the calls; without this the next part pays for them
         setattr(self.seconds, part, getattr(self.seconds, part) + time.perf_counter() - start)
+
+
+class Crossing:
+    """A pipeline's `callback_on_step_end` that keeps the state at one noise level.
+
+    Between two steps the state is a straight line in the noise level, which is what a step of Euler's rule follows.
+    There is none where the level lies inside the first step, whose start the pipeline does not show.
+
+    Attributes:
+        state: latents at the level; None before it is reached, or inside the first step.
+    """
+
+    def __init__(self, level: float) -> None:
+        self.level = level
+        self.state: torch.Tensor | None = None
+        self._before: tuple[float, torch.Tensor] | None = None
+        self._passed = False
+
+    def __call__(self, pipe: Any, index: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        sigma, latents = float(pipe.scheduler.sigmas[index + 1]), values["latents"]
+        if not self._passed and sigma <= self.level + 1e-6:
+            self._passed = True
+            if abs(sigma - self.level) <= 1e-6:
+                self.state = latents.clone()
+            elif self._before is not None:
+                start, state = self._before
+                self.state = latents + (self.level - sigma) / (start - sigma) * (state - latents)
+        self._before = (sigma, latents.clone())
+        return {}
 
 
 @contextmanager

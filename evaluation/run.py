@@ -10,6 +10,15 @@ from typing import Any
 import numpy as np
 
 from ..tiny.dataset import Caption, Scene, held_out_captions, render
+from .distribution import (
+    ClipSamples,
+    Feature,
+    SampleStates,
+    clip_features,
+    compare_samples,
+    motion_magnitude,
+    plain,
+)
 from .diversity import data_entropy, entropy
 from .fidelity import psnr
 from .matching import answers, match
@@ -43,12 +52,14 @@ class EvaluationResult:
             none. Empty where diversity was not measured.
         continuous: means of the measures of `MEASURES`, None where no clip had a shape.
         first_frame_psnr_db: for image-to-video, first frame against the given picture: mean and the worst clip's.
+        samples: features, motion and latents of the clips, for diversity and for distances to another model.
     """
 
     accuracy: dict[str, Accuracy]
     entropy_ratio: dict[str, float | None] = field(default_factory=dict)
     continuous: dict[str, float | None] = field(default_factory=dict)
     first_frame_psnr_db: dict[str, float] | None = None
+    samples: ClipSamples | None = None
 
     @property
     def mean_accuracy(self) -> float:
@@ -73,6 +84,7 @@ class EvaluationResult:
             "entropy_mean": self.mean_entropy,
             "measures": dict(self.continuous),
             "first_frame_psnr_db": self.first_frame_psnr_db,
+            "distribution": {} if self.samples is None else plain(self.samples.describe()),
         }
 
     def markdown(self) -> str:
@@ -91,6 +103,10 @@ class EvaluationResult:
             tables[-1].add(name, value)
         for name, value in (self.first_frame_psnr_db or {}).items():
             tables[-1].add(f"first_frame_psnr_db ({name})", value)
+        if self.samples is not None:
+            tables.append(Table("Distribution", ("measure", "value", "low", "high", "count")))
+            for name, found in self.samples.describe().items():
+                tables[-1].add(name, found.value, found.low, found.high, found.count)
         return "\n\n".join(t.markdown() for t in tables) + "\n"
 
 
@@ -102,6 +118,8 @@ def evaluate(
     diversity_seeds: int = 16,
     batch_size: int = 8,
     progress: Progress | None = None,
+    feature: Feature = clip_features,
+    states: SampleStates | None = None,
 ) -> EvaluationResult:
     """Generate for held-out captions and measure.
 
@@ -112,6 +130,8 @@ def evaluate(
         diversity_seeds: how many further seeds.
         batch_size: prompts handed over together.
         progress: called with clips done and clips in all after each batch.
+        feature: of the clips, for the Frechet distance to another model.
+        states: where `make_clips` puts the latents of the clips, in their order.
 
     Raises:
         ValueError: a count below 1, more diversity captions than captions, or a wrong number of clips.
@@ -122,13 +142,18 @@ def evaluate(
     captions = [c for _, c in held_out_captions(num_captions)]
     jobs = [(c, i) for i, c in enumerate(captions)]
     jobs += [(c, DIVERSITY_FIRST_SEED + s) for c in captions[:diversity_captions] for s in range(diversity_seeds)]
-    detections = [detect(clip) for clip in _clips(make_clips, jobs, batch_size, progress)]
+    detections, features, motion = [], [], []
+    for clip in _clips(make_clips, jobs, batch_size, progress):
+        detections.append(detect(clip))
+        features.append(feature(clip))
+        motion.append(motion_magnitude(clip))
     starts = range(num_captions, len(jobs), diversity_seeds)
     varied = [detections[start : start + diversity_seeds] for start in starts]
     return EvaluationResult(
         _accuracy([match(d, c) for d, c in zip(detections[:num_captions], captions, strict=True)]),
         _entropy_ratios(varied, captions[:diversity_captions]),
         _continuous(detections[:num_captions]),
+        samples=ClipSamples.collect(features, motion, num_captions=num_captions, seeds=diversity_seeds, states=states),
     )
 
 
@@ -237,7 +262,10 @@ def _continuous(detections: list[Detection]) -> dict[str, float | None]:
 
 
 def compare(student: EvaluationResult, teacher: EvaluationResult) -> dict[str, Any]:
-    """Student over teacher, of the means and by attribute; None where the teacher's value is 0 or absent."""
+    """Student over teacher, of the means and by attribute; None where the teacher's value is 0 or absent.
+
+    "distribution" holds the distances of `compare_samples`, where both have samples.
+    """
 
     def ratio(ours: float | None, theirs: float | None) -> float | None:
         return ours / theirs if ours is not None and theirs and not math.isnan(theirs) else None
@@ -245,10 +273,14 @@ def compare(student: EvaluationResult, teacher: EvaluationResult) -> dict[str, A
     def by_name(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float | None]:
         return {name: ratio(ours[name], theirs[name]) for name in ours if name in theirs}
 
-    plain = [{name: a.value for name, a in result.accuracy.items()} for result in (student, teacher)]
+    values = [{name: a.value for name, a in result.accuracy.items()} for result in (student, teacher)]
+    distances = {}
+    if student.samples is not None and teacher.samples is not None:
+        distances = plain(compare_samples(student.samples, teacher.samples))
     return {
         "accuracy_over_teacher": ratio(student.mean_accuracy, teacher.mean_accuracy),
         "entropy_over_teacher": ratio(student.mean_entropy, teacher.mean_entropy),
-        "accuracy_over_teacher_detail": by_name(*plain),
+        "accuracy_over_teacher_detail": by_name(*values),
         "entropy_over_teacher_detail": by_name(student.entropy_ratio, teacher.entropy_ratio),
+        "distribution_to_teacher": distances,
     }

@@ -37,6 +37,16 @@ def test_numbers_against_a_teacher(model_folder, tmp_path):
     assert report["seconds"]["clips"] == 5 == report["teacher"]["seconds"]["clips"]
     assert report["settings"]["guidance_scale"] == 1
     assert Image.open(sheet).size == (4 * 64, 5 * 64)
+    assert (
+        set(report["distribution"])
+        == {"motion", "vendi", "pairwise_distance"}
+        == set(report["teacher"]["distribution"])
+    )
+    distances = report["distribution_to_teacher"]
+    assert distances["end_distance"]["count"] == 3 and distances["end_distance"]["value"] > 0
+    assert {"frechet", "sliced_wasserstein", "squared_mmd", "motion_over_teacher"} <= set(distances)
+    assert "crossover_distance" not in distances  # neither is a few-step student
+    assert "Distance to the teacher" in tables.read_text()
     assert "denoise_speedup" in result.stdout and "Caption accuracy" in tables.read_text()
 
 
