@@ -13,6 +13,9 @@ from ..attention.processors import InstalledAttention, install
 from ..core.config import ConfigError, require, to_dict
 from ..quantization import convert
 from ..quantization.convert import HotChannels, InstalledQuantization
+from . import compilation, memory
+from .compilation import InstalledCompilation, install_compilation
+from .memory import InstalledMemory, install_memory
 from .recipe import Recipe, resolve
 from .scheduling_few_step import FewStepScheduler
 
@@ -31,6 +34,8 @@ class AccelerationReport:
         layers: one row per self-attention layer; `actual_sparsity` is filled by the first forward pass.
         notes: what the user should know, also given as warnings.
         quantization: by denoiser, the quantization report as plain data; empty where nothing is quantized or fused.
+        memory: what was saved beside the denoisers, in bytes; None where the recipe has nothing of the kind.
+        compilation: by denoiser, what was compiled and what that cost; empty where nothing is.
     """
 
     recipe: dict[str, Any]
@@ -39,6 +44,8 @@ class AccelerationReport:
     layers: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
     quantization: dict[str, dict[str, Any]] = field(default_factory=dict)
+    memory: dict[str, Any] | None = None
+    compilation: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -49,6 +56,8 @@ class AccelerationReport:
             "layers": [dict(row) for row in self.layers],
             "notes": list(self.notes),
             "quantization": {name: dict(report) for name, report in self.quantization.items()},
+            "memory": None if self.memory is None else dict(self.memory),
+            "compilation": {name: dict(report) for name, report in self.compilation.items()},
         }
 
     def __str__(self) -> str:
@@ -58,7 +67,9 @@ class AccelerationReport:
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in cells]
         head = f"recipe {self.recipe['name']}; scheduler {self.scheduler[0]} -> {self.scheduler[1]}"
         precision = [_precision_line(name, report) for name, report in self.quantization.items()]
-        return "\n".join([head, *lines, *precision, *self.notes])
+        saved = [] if self.memory is None else [memory.text_line(self.memory), *self.memory["notes"]]
+        compiled = [compilation.text_line(name, report) for name, report in self.compilation.items()]
+        return "\n".join([head, *lines, *precision, *saved, *compiled, *self.notes])
 
 
 def _precision_line(name: str, report: Mapping[str, Any]) -> str:
@@ -85,6 +96,8 @@ class AccelerationState:
     hooks: list[Any]
     notes: list[str]
     quantized: dict[str, InstalledQuantization] = field(default_factory=dict)
+    compiled: dict[str, InstalledCompilation] = field(default_factory=dict)
+    memory: InstalledMemory | None = None
     borrowed: tuple[str, ...] = ()
     """Denoisers that were loaded in eight bits: `restore` leaves them so, as there is nothing to go back to."""
 
@@ -109,7 +122,8 @@ def accelerate(
 ) -> AccelerationReport:
     """Changes self-attention and precision of every denoiser, and the scheduler where the recipe asks for it.
 
-    Text encoder and VAE stay as they are. `restore` brings the very same objects back.
+    Text encoder and VAE stay as they are, unless the recipe has a memory section. `restore` brings the very same
+    objects back.
 
     Args:
         pipe: a Wan pipeline of diffusers.
@@ -117,7 +131,7 @@ def accelerate(
         allow_untrained: apply a recipe that needs trained weights to a checkpoint that does not declare them; this
             warns, and the report notes it.
         hot_channels: by denoiser, what `find_hot_channels` found; for recipes with `quantization.hot_channels`.
-        branch_state: by denoiser, the tensors of a linear branch, as `InstalledAttention.branch_state` gives them; fresh
+        branch_state: by denoiser, the tensors of a linear branch, as `InstalledAttention.branch_state` gives them; new
             ones where it is left out.
 
     Raises:
@@ -145,6 +159,10 @@ def accelerate(
             state.installed[name] = install(module, recipe.attention, branch_state=(branch_state or {}).get(name))
             _quantize(name, module, state, (hot_channels or {}).get(name))
             state.hooks.append(_follow_steps(pipe, module, state))
+        state.memory = install_memory(pipe, recipe.memory)
+        if recipe.compile != "none":
+            for name, module in experts.items():
+                state.compiled[name] = install_compilation(module, recipe.compile)
         if scheduler is not pipe.scheduler:
             pipe.scheduler = scheduler
     except BaseException:
@@ -175,7 +193,11 @@ def current_report(pipe: Any) -> AccelerationReport | None:
     rows = [{"module": name, **row} for name, installed in state.installed.items() for row in installed.report()]
     names = (type(state.original_scheduler).__name__, type(pipe.scheduler).__name__)
     precision = {name: installed.report().to_dict() for name, installed in state.quantized.items()}
-    return AccelerationReport(to_dict(state.recipe), names, list(state.installed), rows, list(state.notes), precision)
+    saved = None if state.memory is None else state.memory.report()
+    compiled = {name: installed.report() for name, installed in state.compiled.items()}
+    return AccelerationReport(
+        to_dict(state.recipe), names, list(state.installed), rows, list(state.notes), precision, saved, compiled
+    )
 
 
 def build_scheduler(scheduler: Any, recipe: Recipe) -> Any:
@@ -245,6 +267,8 @@ def _follow_steps(pipe: Any, module: Any, state: AccelerationState) -> Any:
 
     def before_forward(*_: Any) -> None:
         owner = reference()
+        if state.memory is not None:
+            state.memory.release()  # the prompts are encoded by now
         if owner is not None:
             step = getattr(owner.scheduler, "step_index", None) or 0
             for follower in followers:
@@ -255,6 +279,8 @@ def _follow_steps(pipe: Any, module: Any, state: AccelerationState) -> Any:
 
 
 def _undo(pipe: Any, state: AccelerationState) -> None:
+    for compiled in state.compiled.values():
+        compiled.remove()
     for name, quantized in state.quantized.items():
         if name not in state.borrowed:
             quantized.remove()
@@ -264,3 +290,5 @@ def _undo(pipe: Any, state: AccelerationState) -> None:
         installed.remove()
     if pipe.scheduler is not state.original_scheduler:
         pipe.scheduler = state.original_scheduler
+    if state.memory is not None:
+        state.memory.remove()  # last, as it may miss files

@@ -21,10 +21,11 @@ from PIL import Image, ImageOps
 from ..core.config import ConfigError, require
 from .acceleration import current_report, state_of
 from .loading import as_image_to_video, as_text_to_video
+from .memory import InstalledMemory
 from .recipe import Recipe, SamplerConfig
 from .scheduling_few_step import FewStepScheduler
 from .sizes import check_size
-from .stages import StageTimer
+from .stages import StageTimer, resident_bytes
 from .video_io import check_output, contact_sheet, frames_to_uint8, read_image, save_video, to_rgb, write_atomically
 
 FALLBACK_FPS = 16
@@ -115,8 +116,10 @@ def generate(
             with timer.stage("denoise"):
                 latents = _denoise(pipe, request, image, embeddings, timer, on_step, on_clean_latents)
             # 4. Latents to pixels.
+            resident = resident_bytes()
             with timer.stage("decode"):
                 frames = decode(pipe, latents)
+            _note_decode(pipe, resident, timer)
     finally:
         pipe.maybe_free_model_hooks()
     report = current_report(pipe)
@@ -306,6 +309,9 @@ def _prepare_image(request: GenerationRequest) -> Image.Image | None:
 def _encode_text(pipe: Any, request: GenerationRequest) -> dict[str, Any]:
     assert request.guidance_scale is not None  # resolved before
     length = default_settings(pipe)["max_sequence_length"]
+    state = state_of(pipe)
+    if state is not None and state.memory is not None:
+        return _encode_saving(pipe, request, state.memory, length)
     positive, negative = pipe.encode_prompt(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
@@ -314,6 +320,21 @@ def _encode_text(pipe: Any, request: GenerationRequest) -> dict[str, Any]:
         device=pipe._execution_device,
     )
     return {"prompt_embeds": positive, "negative_prompt_embeds": negative, "max_sequence_length": length}
+
+
+def _encode_saving(pipe: Any, request: GenerationRequest, memory: InstalledMemory, length: int) -> dict[str, Any]:
+    """As `_encode_text`, from the cache where it can, and with the text encoder let go afterwards."""
+    positive = memory.encode(pipe, request.prompt, length)
+    guided = request.guidance_scale is not None and request.guidance_scale > 1
+    negative = memory.encode(pipe, request.negative_prompt or "", length) if guided else None
+    memory.release()
+    return {"prompt_embeds": positive, "negative_prompt_embeds": negative, "max_sequence_length": length}
+
+
+def _note_decode(pipe: Any, resident: int | None, timer: StageTimer) -> None:
+    state = state_of(pipe)
+    if state is not None and state.memory is not None:
+        state.memory.note_decode(resident, timer.memory["decode"])
 
 
 def _denoise(

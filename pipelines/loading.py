@@ -96,6 +96,10 @@ def save(pipe: Any, folder: str | Path) -> Path:
         with ExitStack() as stack:
             for installed in state.installed.values() if state is not None else ():
                 stack.enter_context(installed.without_branches())
+            for quantized in state.quantized.values() if state is not None else ():
+                stack.enter_context(quantized.suspended())
+            if state is not None and state.memory is not None:
+                stack.enter_context(state.memory.whole())
             pipe.save_pretrained(folder)
     finally:
         if state is not None:

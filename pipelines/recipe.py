@@ -7,11 +7,13 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..attention.config import AttentionConfig
 from ..core.config import ConfigError, from_dict, load_file, require
 from ..quantization.config import QuantizationConfig
+from .compilation import check_compile
+from .memory import MemoryConfig
 from .scheduling_few_step import check_sigmas
 
 
@@ -65,21 +67,25 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named combination of attention, low precision and sampler.
+    """A named combination of attention, low precision, sampler, memory and compilation.
 
     `requires` names the training that the weights need (for example "few-step"); weights that do not declare it are
-    refused unless the caller insists.
+    refused unless the caller insists. `compile` is a mode of torch.compile for each block of the denoisers, or "none";
+    what compiling costs is paid by the first clip, and reported.
     """
 
     name: str
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    compile: Literal["none", "default", "max-autotune-no-cudagraphs"] = "none"
     requires: str | None = None
     description: str = ""
 
     def __post_init__(self) -> None:
         require(bool(self.name.strip()), "name", self.name, "a non-empty text")
+        check_compile(self.compile, self.quantization)
 
 
 _SPARK_START = 1600 / 1601
