@@ -100,6 +100,68 @@ def quantization(
         typer.echo(str(output / "quantization.json"))
 
 
+@app.command("block")
+@guarded
+def block(
+    shape: str = typer.Option("wan2.1-1.3b-480p", "--shape", help="A named block; a wrong name lists them."),
+    contenders: str = typer.Option("", "--contenders", help="Names, with commas; default: all. Stock always runs."),
+    tokens: int | None = typer.Option(None, "--tokens", help="About so many tokens of video instead of the shape's."),
+    keep: float = typer.Option(0.03, "--keep", help="Keep ratio of sparse attention."),
+    blocks: str = typer.Option("128,64", "--blocks", help="Tokens of a query and of a key block."),
+    repeats: int = typer.Option(3, "--repeats", help="Rounds in turns, after one to warm up; the median counts."),
+    device: str | None = typer.Option(None, "--device", help="cpu, cuda, ...; default: the best one."),
+    dtype: str = typer.Option("bfloat16", "--dtype", help="bfloat16, float16 or float32."),
+    output: Path | None = OUTPUT,
+) -> None:
+    """One whole transformer block, part by part: stock diffusers against sparse, fused, INT8 and all together."""
+    require_at_least("repeats", repeats, 1)
+    require_at_least("tokens", tokens, 1)
+    if output is not None:
+        check_writable(output / "block.json", "output")
+
+    import torch
+
+    from ..benchmarks.block import CONTENDERS, bench_block
+    from ..core.config import require
+    from ..core.devices import pick_device
+
+    kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    require(dtype in kinds, "dtype", dtype, f"one of {', '.join(kinds)}")
+    sizes = _numbers("blocks", blocks, int)
+    require(len(sizes) == 2, "blocks", blocks, "two numbers, as in 128,64")
+    chosen = [part.strip() for part in contenders.split(",") if part.strip()] or list(CONTENDERS)
+    result = bench_block(
+        shape, contenders=chosen, tokens=tokens, keep_ratio=keep, block_sizes=(sizes[0], sizes[1]),
+        device=str(pick_device(device)), dtype=kinds[dtype], repeats=repeats,
+    )  # fmt: skip
+    data = result.to_dict()
+    _finish("block", result.markdown(), data.pop("rows"), data.pop("machine"), output, data)
+
+
+@app.command("sqnr")
+@guarded
+def sqnr(
+    models: str = typer.Option("tiny,wan2.1-1.3b,wan2.1-14b", "--models", help="Names, with commas."),
+    modes: str = typer.Option("int8,fp8", "--modes", help="Modes, with commas."),
+    rows: int = typer.Option(256, "--rows", help="At most so many tokens per forward pass of each layer."),
+    device: str | None = typer.Option(None, "--device", help="cpu, cuda, ...; default: the best one."),
+    output: Path | None = OUTPUT,
+) -> None:
+    """Signal to quantization noise of every product: the tiny model, and random blocks of the widths of Wan."""
+    require_at_least("rows", rows, 1)
+    if output is not None:
+        check_writable(output / "sqnr.json", "output")
+
+    from ..benchmarks.sqnr import bench_sqnr, markdown
+    from ..benchmarks.timing import machine
+    from ..core.devices import pick_device
+
+    where = str(pick_device(device))
+    names, kinds = ([part.strip() for part in text.split(",") if part.strip()] for text in (models, modes))
+    found = list(bench_sqnr(names, modes=kinds, rows=rows, device=where))
+    _finish("sqnr", markdown(found), [dataclasses.asdict(row) for row in found], machine(where), output)
+
+
 @app.command("kernels")
 @guarded
 def kernels(
@@ -144,11 +206,18 @@ def _numbers(name: str, text: str, kind: Any) -> list[Any]:
         raise ValueError(f"{name}: got {text!r}; must be numbers with commas between them") from None
 
 
-def _finish(name: str, table: str, rows: list[dict[str, Any]], where: dict[str, Any], output: Path | None) -> None:
+def _finish(
+    name: str,
+    table: str,
+    rows: list[dict[str, Any]],
+    where: dict[str, Any],
+    output: Path | None,
+    settings: dict[str, Any] | None = None,
+) -> None:
     typer.echo(table)
     if output is None:
         return
     note = "  \n".join(f"{key}: {value}" for key, value in where.items())
     write_text(output / f"{name}.md", f"{table}\n{note}\n")
-    write_text(output / f"{name}.json", dump_json({"machine": where, "rows": rows}))
+    write_text(output / f"{name}.json", dump_json({"machine": where, **(settings or {}), "rows": rows}))
     typer.echo(str(output / f"{name}.json"))
