@@ -29,7 +29,7 @@ VAE_STEPS = 1600
 TEACHER = GridStage(
     "teacher", size=64, num_clips=12288, num_steps=3700, batch_size=16, muon_lr=2e-3, adamw_lr=1.5e-3, shift=3.0
 )
-GRID = GridStage("grid", size=96, num_clips=2048, num_steps=200, batch_size=8, muon_lr=7e-4, adamw_lr=5e-4, shift=4.0)
+GRID = GridStage("grid", size=96, num_clips=1024, num_steps=120, batch_size=8, muon_lr=7e-4, adamw_lr=5e-4, shift=4.0)
 DECODER_STEPS = 600
 QUICK_VAE_STEPS = 10
 QUICK = {
