@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from ..attention.config import AttentionConfig
 from ..core.config import require, to_dict
 from ..pipelines.scheduling_few_step import check_sigmas
+from ..quantization.config import QuantizationConfig
 
 MethodName = Literal["sparse_warmup", "pcm", "dmd", "crossdistill"]
 FEW_STEP_METHODS = ("pcm", "dmd", "crossdistill")
@@ -230,6 +231,8 @@ class DMDConfig:
         min_time: lowest unshifted time at which samples are scored.
         max_time: highest likewise.
         stochastic: the student's steps re-noise the clean prediction instead of following the velocity ("dmd" alone).
+        noise_range: with two experts, "expert" scores a sample at the noise levels of the expert whose step made it,
+            "whole" at all levels above the sample's. With one expert both are the same.
     """
 
     form: Literal["dmd", "tdm"] = "tdm"
@@ -238,6 +241,7 @@ class DMDConfig:
     min_time: float = 0.02
     max_time: float = 0.98
     stochastic: bool = False
+    noise_range: Literal["expert", "whole"] = "expert"
 
     def __post_init__(self) -> None:
         require(self.critic_updates >= 1, "critic_updates", self.critic_updates, "at least 1")
@@ -283,8 +287,37 @@ class CrossDistillConfig:
 
 
 @dataclass(frozen=True)
+class SamplesConfig:
+    """Pictures of what the student makes while it trains, in the folder `samples` of the run; they change no number.
+
+    Attributes:
+        every: iterations between two pictures; 0 for none.
+        count: clips in a picture, with the captions of the first prepared clips, one row each.
+        frames: columns, evenly spaced over the clip.
+        seed: of the noise, the same for every picture.
+        steps: of the warm-up's student, which has the teacher's sampler; few-step students have their own.
+    """
+
+    every: int = 0
+    count: int = 4
+    frames: int = 4
+    seed: int = 0
+    steps: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("every", "seed"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        for name in ("count", "frames", "steps"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+
+
+@dataclass(frozen=True)
 class DistillConfig:
-    """A whole run; tables of methods that it does not use must be left out."""
+    """A whole run; tables of methods that it does not use must be left out.
+
+    `quantization` lets the student compute on its eight-bit grid while it trains (quantization/qat.py); it is saved in
+    full precision, ready to be quantized so. Teacher and critic are never quantized.
+    """
 
     name: str
     method: MethodName
@@ -295,6 +328,8 @@ class DistillConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     sparse_warmup: SparseWarmupConfig = field(default_factory=SparseWarmupConfig)
     pcm: PCMConfig = field(default_factory=PCMConfig)
     dmd: DMDConfig = field(default_factory=DMDConfig)
@@ -311,6 +346,8 @@ class DistillConfig:
         few = self.method in FEW_STEP_METHODS
         rule = f"given for method {self.method!r}" if few else "left out: the warm-up keeps the teacher's sampler"
         require((self.model.sigmas is not None) == few, "model.sigmas", self.model.sigmas, rule)
+        fused = self.quantization.fused
+        require(not fused, "quantization.fused", fused, "false for training: fused blocks have no gradient")
         self._check_attention()
         if self.method == "crossdistill":
             self._check_crossover()
@@ -352,7 +389,8 @@ class DistillConfig:
     def fingerprint(self) -> str:
         """Digest of everything that decides the numbers; a run is only resumed with the same one.
 
-        How long the run is, where it lies and how often it logs may change (a cosine schedule counts on the length).
+        How long the run is, where it lies and how often it logs or draws may change, unless a schedule counts on the
+        length.
         """
         loose = dataclasses.replace(
             self.training,
@@ -362,7 +400,7 @@ class DistillConfig:
             keep_checkpoints=1,
         )
         data = to_dict(self) | {"training": to_dict(loose)}
-        for name in ("name", "description", "output"):
+        for name in ("name", "description", "output", "samples"):
             data.pop(name, None)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 

@@ -156,7 +156,7 @@ class BatchReader:
         self._size, self._micro, self._rank, self._world = batch_size, micro_batches, rank, world_size
         self._length, self._drop = max_sequence_length, drop_prompts
         self._order = SampleOrder(len(data), seed)
-        self._negative = _padded([data.negative_embeds], max_sequence_length)
+        self._negative = padded_embeds([data.negative_embeds], max_sequence_length)
         self._pool = ThreadPoolExecutor(1)
         self._ahead: tuple[tuple[int, int], Future[Any]] | None = None
 
@@ -190,14 +190,14 @@ class BatchReader:
 
     def _read(self, step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [self._data.read(self._order[position]) for position in self.positions(step, micro)]
-        return torch.stack([row[0] for row in rows]), _padded([row[1] for row in rows], self._length)
+        return torch.stack([row[0] for row in rows]), padded_embeds([row[1] for row in rows], self._length)
 
     def close(self) -> None:
         """Ends the thread that reads ahead."""
         self._pool.shutdown(cancel_futures=True)
 
 
-def _padded(embeds: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+def padded_embeds(embeds: Sequence[torch.Tensor], length: int) -> torch.Tensor:
     """[B, length, text_dim] with zeros at the end, as the Wan pipelines pad prompts."""
     longest = max(e.shape[0] for e in embeds)
     require(longest <= length, "max_sequence_length", length, f"at least {longest}, the longest prepared prompt")

@@ -66,13 +66,15 @@ class Method:
     Args:
         config: the run.
         flow_shift: shift of the noise levels, resolved.
+        boundary: noise level from which on the first of two experts is asked; None with one.
     """
 
     trained_roles: tuple[str, ...] = ("student",)
 
-    def __init__(self, config: DistillConfig, flow_shift: float) -> None:
+    def __init__(self, config: DistillConfig, flow_shift: float, boundary: float | None = None) -> None:
         self.config = config
         self.shift = flow_shift
+        self.boundary = boundary
 
     def updates(self, step: int) -> tuple[str, ...]:
         """Roles that iteration `step` updates, in this order."""
@@ -109,7 +111,7 @@ class Method:
         return ()
 
 
-def build_method(config: DistillConfig, flow_shift: float) -> Method:
+def build_method(config: DistillConfig, flow_shift: float, boundary: float | None = None) -> Method:
     """The method that the settings name."""
     from .methods.crossdistill import CrossDistill
     from .methods.dmd import DMD
@@ -122,4 +124,4 @@ def build_method(config: DistillConfig, flow_shift: float) -> Method:
         "dmd": DMD,
         "crossdistill": CrossDistill,
     }
-    return known[config.method](config, flow_shift)
+    return known[config.method](config, flow_shift, boundary)

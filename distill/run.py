@@ -18,10 +18,12 @@ from ..core.config import ConfigError, load_file, require, save_file
 from ..pipelines.acceleration import accelerate, restore, state_of
 from ..pipelines.loading import load, save
 from ..pipelines.recipe import Recipe, SamplerConfig
+from ..quantization.qat import FakeQuantization, fake_quantize_
 from .config import DistillConfig
 from .data import BatchReader, PreparedData
 from .denoiser import EXPERTS, Denoiser, LayerRecorder
 from .method import Method, build_method
+from .samples import SampleSheets
 from .trainable import choose_trainable, copy_values, merge_adapters
 from .trainer import TrainedRole, Trainer, TrainingResult, build_accelerator
 
@@ -90,15 +92,16 @@ def run(config: DistillConfig, *, resume: bool = False, device: str | None = Non
     data = PreparedData(config.data.path)
     pipe = stock_pipeline(config.model.teacher, getattr(torch, config.model.teacher_dtype))
     _check_data(config, data, pipe)
-    method = build_method(config, _flow_shift(config, pipe))
+    method = build_method(config, _flow_shift(config, pipe), pipe.config.boundary_ratio)
     accelerator = build_accelerator(config, device)
     student, start = _student(config, pipe)
     student.to(accelerator.device)
     attention = install_attention(config, student, start.branches)
+    on_grid = fake_quantize(config, student)
     trained = {"student": student}
     if "critic" in method.trained_roles:
         trained["critic"] = _copied(config, pipe).to(accelerator.device)
-    teacher = _denoiser(pipe, {name: getattr(pipe, name) for name in _experts(pipe)})
+    teacher = denoiser_of(pipe, {name: getattr(pipe, name) for name in _experts(pipe)})
     features = {}
     if config.sparse_warmup.alignment_weight > 0:
         features = {"student": LayerRecorder(student, config.attention), "teacher": LayerRecorder(teacher)}
@@ -114,6 +117,18 @@ def run(config: DistillConfig, *, resume: bool = False, device: str | None = Non
         world_size=accelerator.num_processes,
         device=accelerator.device,
     )
+    sheets = None
+    if config.samples.every > 0 and accelerator.is_main_process:
+        pipe.vae.to(accelerator.device)
+        sheets = SampleSheets(
+            config,
+            data,
+            pipe,
+            shift=method.shift,
+            max_sequence_length=_sequence_length(config, pipe),
+            device=accelerator.device,
+            uses_dmd="critic" in method.trained_roles,
+        )
     trainer = Trainer(
         config,
         method,
@@ -124,6 +139,7 @@ def run(config: DistillConfig, *, resume: bool = False, device: str | None = Non
         batches=batches,
         folder=folder,
         features=features,
+        sheets=sheets,
     )
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,6 +148,8 @@ def run(config: DistillConfig, *, resume: bool = False, device: str | None = Non
     written = None
     if accelerator.is_main_process:
         copy_values(trainer.trained["student"].parameters, trainer.trained_values())
+        for fake in on_grid:
+            fake.remove()
         written = export_student(config, method, pipe, student, attention, folder / STUDENT_FOLDER, start.provides)
     accelerator.wait_for_everyone()
     return RunResult(result, written)
@@ -141,7 +159,8 @@ def _experts(pipe: Any) -> list[str]:
     return [name for name in EXPERTS if getattr(pipe, name, None) is not None]
 
 
-def _denoiser(pipe: Any, experts: dict[str, Any]) -> Denoiser:
+def denoiser_of(pipe: Any, experts: dict[str, Any]) -> Denoiser:
+    """The experts of a pipeline as one velocity field, at its boundary and with its times."""
     return Denoiser(
         experts,
         boundary_ratio=pipe.config.boundary_ratio,
@@ -156,7 +175,7 @@ def _copied(config: DistillConfig, pipe: Any) -> Denoiser:
     if config.model.teacher_dtype != "float32":  # what was rounded cannot be brought back
         source = stock_pipeline(config.model.teacher, torch.float32)
     experts = {name: copy.deepcopy(getattr(source, name)).float() for name in _experts(source)}
-    return _enable_checkpointing(config, _denoiser(source, experts))
+    return _enable_checkpointing(config, denoiser_of(source, experts))
 
 
 @dataclass(frozen=True)
@@ -188,7 +207,7 @@ def _student(config: DistillConfig, pipe: Any) -> tuple[Denoiser, StudentStart]:
         require(not unlike, f"model.student {name}", unlike, "of the teacher's configuration")
     provides = tuple(source.videospark_defaults.get("provides", ()))
     experts = {name: getattr(source, name).float() for name in _experts(source)}
-    return _enable_checkpointing(config, _denoiser(source, experts)), StudentStart(provides, branches)
+    return _enable_checkpointing(config, denoiser_of(source, experts)), StudentStart(provides, branches)
 
 
 def _enable_checkpointing(config: DistillConfig, denoiser: Denoiser) -> Denoiser:
@@ -216,6 +235,16 @@ def install_attention(
         name: install(expert, config.attention, branch_state=given.get(name))
         for name, expert in student.experts.items()
     }
+
+
+def fake_quantize(config: DistillConfig, student: Denoiser) -> list[FakeQuantization]:
+    """Puts every expert on the eight-bit grid of the settings; nothing where they have none.
+
+    Adapters come afterwards: the layers below them stay on the grid, they themselves do not.
+    """
+    if config.quantization.mode == "none":
+        return []
+    return [fake_quantize_(expert, config.quantization) for expert in student.experts.values()]
 
 
 def _role(config: DistillConfig, name: str, network: Denoiser) -> TrainedRole:
@@ -295,7 +324,8 @@ def export_student(
     for name, expert in student.experts.items():
         expert.requires_grad_(False).eval()
         setattr(pipe, name, expert.to("cpu", dtype))
-    gives = tuple(dict.fromkeys((*provides, *method.provides)))
+    grid = () if config.quantization.mode == "none" else (config.quantization.mode,)
+    gives = tuple(dict.fromkeys((*provides, *method.provides, *grid)))
     defaults = dict(pipe.videospark_defaults) | {"provides": list(gives)}
     if config.model.sigmas is not None:
         defaults |= {"num_inference_steps": len(config.model.sigmas), "guidance_scale": 1.0}

@@ -29,6 +29,7 @@ from .denoiser import Denoiser, as_averaged_field, as_field
 from .method import Loss, Method, Roles
 from .records import Progress, RunRecords
 from .run_state import random_state, read_state, restore_random_state, write_state
+from .samples import SampleSheets
 from .trainable import (
     WeightAverage,
     build_optimizers,
@@ -114,6 +115,7 @@ class Trainer:
         batches: of this process.
         folder: of the run.
         features: recorders for the method, by "student" and "teacher".
+        sheets: pictures while it trains; None for none.
     """
 
     def __init__(
@@ -128,12 +130,13 @@ class Trainer:
         batches: BatchReader,
         folder: Path,
         features: Mapping[str, Any] | None = None,
+        sheets: SampleSheets | None = None,
     ) -> None:
         if tuple(trained) != method.trained_roles:
             raise ValueError(f"trained: got {tuple(trained)}; must be {method.trained_roles}")
         self.config, self.method, self.accelerator = config, method, accelerator
         self.teacher, self.trained, self.attention = teacher, dict(trained), dict(attention)
-        self.batches, self.folder = batches, folder
+        self.batches, self.folder, self.sheets = batches, folder, sheets
         self.step = 0
         self.finished: str | None = None
         self._started: dict[str, int] = {}
@@ -164,6 +167,12 @@ class Trainer:
 
         return run
 
+    def _sampling_field(self) -> Any:
+        """What would be saved now: the averaged student, or the student, bare of what makes processes wait."""
+        if self.roles.average is not None:
+            return self._in_precision(self.roles.average)
+        return self._in_precision(as_field(self.trained["student"].network))
+
     def run(self, *, resume: bool = False) -> TrainingResult:
         """Trains to the end.
 
@@ -192,6 +201,8 @@ class Trainer:
                     self.save()
                     if records is not None:
                         records.draw()
+                if main and self.sheets is not None and self.sheets.due(self.step, last):
+                    self.sheets.draw(self._sampling_field(), self.step)
         finally:
             progress.close()
             self.batches.close()

@@ -36,8 +36,8 @@ from .pcm import PhasedConsistency, knots_of
 class CrossDistill(Method):
     """Both losses on their side of the crossover; see `CrossDistillConfig`."""
 
-    def __init__(self, config: DistillConfig, flow_shift: float) -> None:
-        super().__init__(config, flow_shift)
+    def __init__(self, config: DistillConfig, flow_shift: float, boundary: float | None = None) -> None:
+        super().__init__(config, flow_shift, boundary)
         self.settings = config.crossdistill
         self.knots = knots_of(config.model.sigmas)
         count, crossover = len(self.knots) - 1, self.settings.crossover
@@ -49,7 +49,7 @@ class CrossDistill(Method):
             self.consistency = PhasedConsistency(self.knots, pcm_phases, flow_shift, guidance, config.pcm)
         self.matching = None
         if len(dmd_phases) > 0:
-            self.matching = DistributionMatching(self.knots, flow_shift, guidance, config.dmd)
+            self.matching = DistributionMatching(self.knots, flow_shift, guidance, config.dmd, boundary)
         # Step n (from 1) runs through phase n - 1.
         self.steps = [phase + 1 for phase in dmd_phases]
         self.trained_roles = ("student",) if self.matching is None else ("student", "critic")

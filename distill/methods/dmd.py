@@ -19,7 +19,9 @@ The score of a flow is -(x + (1 - s) v) / s, so (s_1 - s)(v_F - v_T) points alon
 against it lowers KL(p_F | p_T). At s_1 = 0 this is DMD (arXiv 2311.18828, 2405.14867), else its trajectory form TDM
 (arXiv 2503.06674).
 
-s is uniform in unshifted time between max(u(s_1), min_time) and max_time. Drawing it where it counts matters: clamping
+s is uniform in unshifted time between max(u(s_1), min_time) and max_time. With two experts, which part at the noise
+level b, a sample of a step that starts at b or above is scored at levels from b on, one of a step below it at levels
+under b: teacher, critic and student of a step are then the same expert. Drawing it where it counts matters: clamping
 draws from the whole axis to s_1, as the released code does, gives most of them a vanishing gradient at a high s_1.
 
 Critic. It regresses on samples of the student. From clean samples G (s_1 = 0): mean |v_F(x_s) - (z - G)|^2. From
@@ -57,18 +59,25 @@ class DistributionMatching:
         shift: of the unshifted time.
         guidance_scale: of the teacher.
         settings: form, critic and range of times.
+        boundary: noise level from which on the first of two experts is asked; None with one.
     """
 
     knots: tuple[float, ...]
     shift: float
     guidance_scale: float
     settings: DMDConfig
+    boundary: float | None = None
 
     def __post_init__(self) -> None:
         if self.settings.form == "tdm" and len(self.knots) > 2:
             highest = unshift_time(self.knots[1], self.shift)
             rule = f"more than {highest:.4f}, the unshifted time of the knot {self.knots[1]}"
             require(self.settings.max_time > highest, "dmd.max_time", self.settings.max_time, rule)
+        for step in range(1, self.num_steps + 1):
+            low, high = self.time_range(step, self.end_level(step))
+            rule = f"such that step {step} has noise levels of its expert to be scored at, but {low:.4f} >= {high:.4f}"
+            times = (self.settings.min_time, self.settings.max_time)
+            require(low < high, "dmd.min_time and max_time", times, rule)
 
     @property
     def num_steps(self) -> int:
@@ -108,19 +117,49 @@ class DistributionMatching:
         """G of step `step` (from 1), from the state at its start."""
         return batch.condition.hold(self._advance(roles, batch, latents, step - 1, self.end_level(step)))
 
+    def time_range(self, step: int, end: float) -> tuple[float, float]:
+        """Lowest and highest unshifted time at which samples of step `step` (from 1) at the level `end` are scored."""
+        low, high = max(unshift_time(end, self.shift), self.settings.min_time), self.settings.max_time
+        if self.boundary is not None and self.settings.noise_range == "expert":
+            split = unshift_time(self.boundary, self.shift)
+            if self.knots[step - 1] >= self.boundary:
+                low = max(low, split)
+            else:
+                high = min(high, split)
+        return low, high
+
     def noise_further(
-        self, batch: Batch, sample: torch.Tensor, end: float, name: str
+        self, batch: Batch, sample: torch.Tensor, end: float, name: str, step: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x_s, s [B], z and t [B] of samples at the level `end`."""
-        low = max(unshift_time(end, self.shift), self.settings.min_time)
+        """x_s, s [B], z and t [B] of samples of step `step` (from 1) at the level `end`."""
+        low, high = self.time_range(step, end)
         # 1 - uniform lies in (0, 1]: s never equals the level that it starts from.
-        time = low + (self.settings.max_time - low) * (1 - batch.draws.uniform(f"{name}-time"))
+        time = low + (high - low) * (1 - batch.draws.uniform(f"{name}-time"))
         sigma = shift_time(time, self.shift)
+        if self.boundary is not None and self.settings.noise_range == "expert":
+            # The boundary itself belongs to the first expert, and rounding must not carry a level across it.
+            edge = torch.tensor(self.boundary, dtype=sigma.dtype, device=sigma.device)
+            if self.knots[step - 1] >= self.boundary:
+                sigma = sigma.clamp(min=self._at_least(edge))
+            else:
+                sigma = sigma.clamp(max=self._below(edge))
         noise = batch.noise(f"{name}-noise")
         scale = (1 - sigma) / (1 - end)
         spread = (sigma**2 - (scale * end) ** 2).clamp(min=0).sqrt()
         latents = broadcast(scale, sample) * sample + broadcast(spread, sample) * noise
         return batch.condition.hold(latents), sigma, noise, spread
+
+    def _below(self, edge: torch.Tensor) -> float:
+        """Largest number of the tensor's type below the boundary."""
+        assert self.boundary is not None
+        value = edge if float(edge) < self.boundary else torch.nextafter(edge, torch.zeros_like(edge))
+        return float(value)
+
+    def _at_least(self, edge: torch.Tensor) -> float:
+        """Smallest number of the tensor's type that is not below the boundary."""
+        assert self.boundary is not None
+        value = edge if float(edge) >= self.boundary else torch.nextafter(edge, torch.ones_like(edge))
+        return float(value)
 
     def student_loss(self, roles: Roles, batch: Batch, step: int, latents: torch.Tensor) -> Loss:
         """The loss of step `step` (from 1) of the student, which starts at `latents`."""
@@ -128,7 +167,7 @@ class DistributionMatching:
         end = self.end_level(step)
         sample = self.sample(roles, batch, step, latents)
         with torch.no_grad():
-            noisy, sigma, _, _ = self.noise_further(batch, sample.detach(), end, "dmd")
+            noisy, sigma, _, _ = self.noise_further(batch, sample.detach(), end, "dmd", step)
             real = guided_velocity(roles.teacher, noisy, sigma, batch.condition, self.guidance_scale)
             fake = roles.critic(noisy, sigma, batch.condition)
             target_level = levels(end, noisy)
@@ -155,7 +194,7 @@ class DistributionMatching:
             else:
                 start = self.rollout(roles, batch, 0, step - 1) if latents is None else latents
                 sample, end = self.sample(roles, batch, step, start), self.end_level(step)
-            noisy, sigma, noise, spread = self.noise_further(batch, sample, end, "critic")
+            noisy, sigma, noise, spread = self.noise_further(batch, sample, end, "critic", step)
             ratio = broadcast(spread / sigma, noisy)
             # (t / s) v*, without the division by t that is near zero next to s_1.
             target = (noise - ratio * noisy) / broadcast(1 - sigma, noisy)
@@ -169,10 +208,10 @@ class DMD(Method):
 
     trained_roles = ("student", "critic")
 
-    def __init__(self, config: DistillConfig, flow_shift: float) -> None:
-        super().__init__(config, flow_shift)
+    def __init__(self, config: DistillConfig, flow_shift: float, boundary: float | None = None) -> None:
+        super().__init__(config, flow_shift, boundary)
         knots = knots_of(config.model.sigmas)
-        self.matching = DistributionMatching(knots, flow_shift, config.model.guidance_scale, config.dmd)
+        self.matching = DistributionMatching(knots, flow_shift, config.model.guidance_scale, config.dmd, boundary)
 
     @property
     def provides(self) -> tuple[str, ...]:

@@ -108,8 +108,8 @@ def knots_of(sigmas: Sequence[float] | None) -> tuple[float, ...]:
 class PCM(Method):
     """Phased consistency on all phases."""
 
-    def __init__(self, config: DistillConfig, flow_shift: float) -> None:
-        super().__init__(config, flow_shift)
+    def __init__(self, config: DistillConfig, flow_shift: float, boundary: float | None = None) -> None:
+        super().__init__(config, flow_shift, boundary)
         knots = knots_of(config.model.sigmas)
         guidance = config.model.guidance_scale
         self.consistency = PhasedConsistency(knots, range(len(knots) - 1), flow_shift, guidance, config.pcm)

@@ -40,8 +40,8 @@ from ..method import Batch, Loss, Method, Roles
 class SparseWarmup(Method):
     """The loss and the schedule above; see `SparseWarmupConfig`."""
 
-    def __init__(self, config: DistillConfig, flow_shift: float) -> None:
-        super().__init__(config, flow_shift)
+    def __init__(self, config: DistillConfig, flow_shift: float, boundary: float | None = None) -> None:
+        super().__init__(config, flow_shift, boundary)
         self.settings = config.sparse_warmup
         self._ramp_steps = round(self.settings.ramp_share * config.training.num_steps)
         self._window_sum, self._window_count = 0.0, 0

@@ -4,16 +4,20 @@ With x_0 ~ N(mean, std^2) the velocity of the flow, its trajectories and the sco
 Guidance turns the means m_c and m_u into m_u + g (m_c - m_u) and leaves the rest as it is.
 """
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 
 from videospark.core.config import from_dict
 from videospark.distill.config import DistillConfig
 from videospark.distill.draws import Draws
 from videospark.distill.flow import Condition, broadcast
 from videospark.distill.method import Batch
+from videospark.distill.prepare import ClipSize, clips_from_tiny_world, prepare
+from videospark.distill.run import stock_pipeline
 
 SHAPE = (1, 2, 2, 2)
 MEAN, NEGATIVE_MEAN, STD = 0.6, -0.2, 0.5
@@ -110,3 +114,84 @@ def toy():
         std=STD,
         guided_mean=guided,
     )
+
+
+DEFAULTS = {
+    "height": 32, "width": 32, "num_frames": 5, "fps": 8, "num_inference_steps": 4, "guidance_scale": 3.0,
+    "max_sequence_length": 32,
+}  # fmt: skip
+SPARSE = {
+    "backend": "gather", "keep_ratio": 0.3, "block_size_q": 16, "block_size_k": 16, "tile": [1, 2, 2],
+}  # fmt: skip
+SIGMAS = [0.999, 0.9, 0.6]
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """A saved random pipeline with two layers, and eight prepared clips."""
+    from diffusers import WanTransformer3DModel
+
+    from videospark.tiny.components import build_pipeline
+
+    torch.manual_seed(0)
+    pipe = build_pipeline()
+    settings = dict(pipe.transformer.config) | {"num_layers": 2, "ffn_dim": 64, "num_attention_heads": 1}
+    pipe.transformer = WanTransformer3DModel.from_config(settings)
+    torch.nn.init.normal_(pipe.transformer.proj_out.weight, std=0.05)
+    pipe.register_modules(transformer=pipe.transformer)
+    folder = tmp_path_factory.mktemp("world")
+    pipe.save_pretrained(folder / "model")
+    (folder / "model" / "videospark_defaults.json").write_text(json.dumps(DEFAULTS))
+    size = ClipSize(height=32, width=32, num_frames=5)
+    prepare(
+        stock_pipeline(str(folder / "model"), torch.float32),
+        clips_from_tiny_world(8, size),
+        folder / "data",
+        source="tiny-world",
+        model="random",
+        size=size,
+        max_sequence_length=32,
+        shard_size=3,
+    )
+    return folder
+
+
+def build_config(world, output, method, training=None, **changes):
+    data = {
+        "name": "smoke",
+        "method": method,
+        "output": str(output),
+        "data": {"path": str(world / "data"), "image_share": 0.5},
+        "model": {"teacher": str(world / "model"), "guidance_scale": 2.0, "export_dtype": "float32"},
+        "training": {"num_steps": 6, "batch_size": 2, "learning_rate": 1e-3, "critic_learning_rate": 1e-3,
+                     "checkpoint_every": 3, "log_every": 1, "ema_decay": 0.9} | (training or {}),
+        "attention": SPARSE,
+    }  # fmt: skip
+    if method != "sparse_warmup":
+        data["model"]["sigmas"] = SIGMAS
+    for key, value in changes.items():
+        data[key] = data.get(key, {}) | value
+    return from_dict(DistillConfig, data)
+
+
+@pytest.fixture
+def build():
+    """Settings of a short run in the random world."""
+    return build_config
+
+
+@pytest.fixture
+def fresh():
+    """Lets accelerate forget its settings, which it keeps for the life of a process."""
+
+    def forget():
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+    yield forget
+    forget()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate(fresh):
+    """For every test."""

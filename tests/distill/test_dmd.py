@@ -98,7 +98,7 @@ def test_noising_further_keeps_the_law_and_resamples_the_time(toy, end):
     losses, batch = matching(), toy.batch(3000)
     noise = batch.noise("n")
     at_end = (1 - end) * batch.latents + end * noise
-    noisy, sigma, _, spread = losses.noise_further(batch, at_end, end, "x")
+    noisy, sigma, _, spread = losses.noise_further(batch, at_end, end, "x", 1)
     s = sigma.view(-1, 1, 1, 1, 1)
     standard = (noisy - (1 - s) * toy.mean) / ((1 - s) ** 2 * toy.std**2 + s**2).sqrt()
     assert float(standard.mean()) == pytest.approx(0, abs=0.03)
@@ -182,3 +182,42 @@ def test_first_frames_take_no_part(toy):
         Roles(student, toy.GaussianField(), lambda *a: 0 * a[0]), batch, 1, batch.noise("s")
     ).value.backward()
     assert not offset.grad[::2, :, :1].any() and offset.grad[1::2].all()
+
+
+@pytest.mark.parametrize("form", ["dmd", "tdm"])
+def test_two_experts_are_scored_at_their_own_levels(toy, form):
+    """Steps from 0.999 and 0.85 belong to the expert above 0.8, the one from 0.5 to the other."""
+    boundary = 0.8
+    config = toy.config("dmd", dmd={"form": form})
+    method = DMD(config, SHIFT, boundary)
+    batch = toy.batch(4000)
+    for step, high in ((1, True), (2, True), (3, False)):
+        end = method.matching.end_level(step)
+        _, sigma, _, spread = method.matching.noise_further(batch, batch.latents, end, "x", step)
+        assert (sigma.double() >= boundary).all() if high else (sigma.double() < boundary).all()
+        assert (sigma > end).all() and (spread > 0).all()
+        low, top = method.matching.time_range(step, end)
+        share = (unshift_time(sigma.double(), SHIFT) - low) / (top - low)
+        assert float((share < 0.5).double().mean()) == pytest.approx(0.5, abs=0.04)
+    asked = []
+
+    def remember(latents, sigma, condition):
+        asked.append(bool((sigma >= boundary).all()))
+        return toy.GaussianField()(latents, sigma, condition)
+
+    for step, high in ((1, True), (3, False)):
+        asked.clear()
+        start = batch.noise("dmd-start")
+        method.matching.student_loss(Roles(toy.GaussianField(), remember, remember), batch, step, start)
+        assert asked == [high] * 3  # guided teacher twice, critic once
+    whole = DMD(toy.config("dmd", dmd={"form": form, "noise_range": "whole"}), SHIFT, boundary)
+    plain = DMD(config, SHIFT)
+    for other in (whole, plain):
+        sigma = other.matching.noise_further(batch, batch.latents, 0.0, "x", 3)[1]
+        assert (sigma > boundary).any() and (sigma < boundary).any()
+
+
+def test_an_expert_without_levels_to_be_scored_at_is_refused(toy):
+    config = toy.config("dmd", dmd={"form": "dmd", "max_time": 0.5})
+    with pytest.raises(ConfigError, match="dmd.min_time and max_time"):
+        DMD(config, SHIFT, 0.99)

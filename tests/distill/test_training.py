@@ -9,83 +9,15 @@ import sys
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 import videospark
-from videospark.core.config import ConfigError, from_dict, save_file
+from videospark.core.config import ConfigError, save_file
 from videospark.distill import trainer as training_loop
 from videospark.distill.checkpoints import newest_checkpoint, step_of
-from videospark.distill.config import DistillConfig
 from videospark.distill.data import PreparedData
-from videospark.distill.prepare import ClipSize, clips_from_tiny_world, prepare
 from videospark.distill.run import STUDENT_FOLDER, load_config, run, stock_pipeline
-
-DEFAULTS = {
-    "height": 32, "width": 32, "num_frames": 5, "fps": 8, "num_inference_steps": 4, "guidance_scale": 3.0,
-    "max_sequence_length": 32,
-}  # fmt: skip
-SPARSE = {
-    "backend": "gather", "keep_ratio": 0.3, "block_size_q": 16, "block_size_k": 16, "tile": [1, 2, 2],
-}  # fmt: skip
-SIGMAS = [0.999, 0.9, 0.6]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate():
-    """accelerate keeps its settings for the life of a process."""
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory):
-    """A saved random pipeline with two layers, and eight prepared clips."""
-    from diffusers import WanTransformer3DModel
-
-    from videospark.tiny.components import build_pipeline
-
-    torch.manual_seed(0)
-    pipe = build_pipeline()
-    settings = dict(pipe.transformer.config) | {"num_layers": 2, "ffn_dim": 64, "num_attention_heads": 1}
-    pipe.transformer = WanTransformer3DModel.from_config(settings)
-    torch.nn.init.normal_(pipe.transformer.proj_out.weight, std=0.05)
-    pipe.register_modules(transformer=pipe.transformer)
-    folder = tmp_path_factory.mktemp("world")
-    pipe.save_pretrained(folder / "model")
-    (folder / "model" / "videospark_defaults.json").write_text(json.dumps(DEFAULTS))
-    size = ClipSize(height=32, width=32, num_frames=5)
-    prepare(
-        stock_pipeline(str(folder / "model"), torch.float32),
-        clips_from_tiny_world(8, size),
-        folder / "data",
-        source="tiny-world",
-        model="random",
-        size=size,
-        max_sequence_length=32,
-        shard_size=3,
-    )
-    return folder
-
-
-def build(world, output, method, training=None, **changes):
-    data = {
-        "name": "smoke",
-        "method": method,
-        "output": str(output),
-        "data": {"path": str(world / "data"), "image_share": 0.5},
-        "model": {"teacher": str(world / "model"), "guidance_scale": 2.0, "export_dtype": "float32"},
-        "training": {"num_steps": 6, "batch_size": 2, "learning_rate": 1e-3, "critic_learning_rate": 1e-3,
-                     "checkpoint_every": 3, "log_every": 1, "ema_decay": 0.9} | (training or {}),
-        "attention": SPARSE,
-    }  # fmt: skip
-    if method != "sparse_warmup":
-        data["model"]["sigmas"] = SIGMAS
-    for key, value in changes.items():
-        data[key] = data.get(key, {}) | value
-    return from_dict(DistillConfig, data)
-
 
 METHODS = {
     "sparse_warmup": {"sparse_warmup": {"start_keep_ratio": 0.9, "ramp_share": 1.0}},
@@ -113,7 +45,7 @@ def tensors(folder):
     "method",
     [pytest.param(name, marks=[pytest.mark.slow] if name in ("pcm", "dmd") else []) for name in METHODS],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(world, tmp_path, method, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(world, build, tmp_path, method, monkeypatch):
     before = load_file(world / "model" / "transformer" / "diffusion_pytorch_model.safetensors")
     config = build(
         world,
@@ -172,13 +104,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(world, tmp_path, 
     assert not all(torch.equal(before[key], student[key]) for key in before)
 
 
-def test_the_student_loads_with_its_recipe_and_samples(world, tmp_path):
+def test_the_student_loads_with_its_recipe_and_samples(world, build, tmp_path):
     config = build(world, tmp_path, "crossdistill", **METHODS["crossdistill"])
     result = run(config, device="cpu")
     pipe = videospark.load(result.student, device="cpu")
     assert pipe.videospark_defaults["provides"] == ["few-step"]
     assert pipe.videospark_defaults["num_inference_steps"] == 3
-    assert [round(float(s), 3) for s in pipe.scheduler.sigmas] == [*SIGMAS, 0.0]
+    assert [round(float(s), 3) for s in pipe.scheduler.sigmas] == [*config.model.sigmas, 0.0]
     pipe.set_progress_bar_config(disable=True)
     out = pipe(
         "a red circle",
@@ -202,7 +134,7 @@ def test_the_student_loads_with_its_recipe_and_samples(world, tmp_path):
     assert load_config(tmp_path / "config.toml") == config
 
 
-def test_one_stage_goes_on_from_the_student_of_another(world, tmp_path):
+def test_one_stage_goes_on_from_the_student_of_another(world, build, tmp_path):
     first = run(build(world, tmp_path / "a", "sparse_warmup", {"num_steps": 1}), device="cpu")
     AcceleratorState._reset_state(True)
     second = run(
@@ -214,7 +146,7 @@ def test_one_stage_goes_on_from_the_student_of_another(world, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["sparse_warmup", pytest.param("pcm", marks=pytest.mark.slow)])
-def test_the_loss_falls(world, tmp_path, method):
+def test_the_loss_falls(world, build, tmp_path, method):
     settings = dict(METHODS[method])
     if method == "sparse_warmup":
         settings = {"sparse_warmup": {"ramp_share": 0.0, "start_keep_ratio": 0.3}}
@@ -224,13 +156,13 @@ def test_the_loss_falls(world, tmp_path, method):
     assert sum(losses[-8:]) < 0.9 * sum(losses[:8]), losses
 
 
-def test_the_keep_ratio_follows_its_schedule(world, tmp_path):
+def test_the_keep_ratio_follows_its_schedule(world, build, tmp_path):
     run(build(world, tmp_path, "sparse_warmup", **METHODS["sparse_warmup"]), device="cpu")
     ratios = [json.loads(line)["keep_ratio"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert ratios == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
 
 
-def test_bfloat16_checkpointing_and_alignment_run(world, tmp_path):
+def test_bfloat16_checkpointing_and_alignment_run(world, build, tmp_path):
     training = {"num_steps": 2, "mixed_precision": "bf16", "gradient_checkpointing": True}
     run(build(world, tmp_path / "a", "crossdistill", training, **METHODS["crossdistill"]), device="cpu")
     AcceleratorState._reset_state(True)
@@ -243,7 +175,7 @@ def test_bfloat16_checkpointing_and_alignment_run(world, tmp_path):
 
 
 @pytest.mark.slow
-def test_recomputing_blocks_changes_no_number(world, tmp_path):
+def test_recomputing_blocks_changes_no_number(world, build, tmp_path):
     values = []
     for name, recompute in (("a", False), ("b", True)):
         training = {"num_steps": 2, "gradient_checkpointing": recompute}
@@ -253,7 +185,7 @@ def test_recomputing_blocks_changes_no_number(world, tmp_path):
     assert all(torch.allclose(values[0][k], values[1][k], atol=1e-6) for k in values[0])
 
 
-def test_accumulating_equals_a_larger_batch(world, tmp_path):
+def test_accumulating_equals_a_larger_batch(world, build, tmp_path):
     values = []
     for name, training in (("a", {"batch_size": 4}), ("b", {"batch_size": 2, "gradient_accumulation": 2})):
         training |= {"num_steps": 1, "learning_rate": 1e-5, "ema_decay": 0.0, "max_grad_norm": 0.0}
@@ -265,7 +197,7 @@ def test_accumulating_equals_a_larger_batch(world, tmp_path):
         assert torch.allclose(left, right, rtol=1e-2, atol=1e-6), key
 
 
-def test_a_tensor_without_gradient_is_named(world, tmp_path, monkeypatch):
+def test_a_tensor_without_gradient_is_named(world, build, tmp_path, monkeypatch):
     from videospark.distill.methods.pcm import PCM
 
     loss = PCM.loss
@@ -290,7 +222,7 @@ def test_a_tensor_without_gradient_is_named(world, tmp_path, monkeypatch):
         run(build(world, tmp_path, "pcm", {"ema_decay": 0.0}), device="cpu")
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(world, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_ends_the_run(world, build, tmp_path, monkeypatch):
     from videospark.distill.methods.pcm import PCM
 
     loss = PCM.loss
@@ -306,7 +238,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(world, tmp_path, monkeypatch):
     assert not (tmp_path / STUDENT_FOLDER).exists()
 
 
-def test_other_settings_do_not_resume(world, tmp_path):
+def test_other_settings_do_not_resume(world, build, tmp_path):
     run(build(world, tmp_path, "pcm", {"num_steps": 1, "ema_decay": 0.0}), device="cpu")
     AcceleratorState._reset_state(True)
     with pytest.raises(ConfigError, match="config: got other settings"):
@@ -317,7 +249,7 @@ def test_other_settings_do_not_resume(world, tmp_path):
     assert longer.training.step == 2
 
 
-def test_data_of_another_model_is_refused(world, tmp_path):
+def test_data_of_another_model_is_refused(world, build, tmp_path):
     config = build(world, tmp_path, "pcm", {"ema_decay": 0.0})
     data = json.loads(json.dumps({"path": str(tmp_path / "data")}))
     (tmp_path / "data").mkdir()
@@ -333,7 +265,7 @@ def test_data_of_another_model_is_refused(world, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["sparse_warmup", "crossdistill"])
-def test_adapters_learn_and_are_merged(world, tmp_path, method):
+def test_adapters_learn_and_are_merged(world, build, tmp_path, method):
     pytest.importorskip("peft")
     training = {"num_steps": 2, "trainable": "lora", "lora": {"rank": 2, "alpha": 2.0}}
     config = build(world, tmp_path, method, training, **METHODS[method])
@@ -347,7 +279,7 @@ def test_adapters_learn_and_are_merged(world, tmp_path, method):
     assert any("to_q.weight" in key for key in changed) and not any("patch_embedding" in key for key in changed)
 
 
-def test_branches_alone_learn_are_saved_and_go_on(world, tmp_path):
+def test_branches_alone_learn_are_saved_and_go_on(world, build, tmp_path):
     branch = {"attention": {"branch": "rola", "rola": {"rank": 8}}}
     training = {"num_steps": 2, "trainable": "branch"}
     first = run(build(world, tmp_path / "a", "sparse_warmup", training, **branch), device="cpu")
@@ -372,7 +304,7 @@ def test_branches_alone_learn_are_saved_and_go_on(world, tmp_path):
         run(build(world, tmp_path / "c", "pcm", {"num_steps": 1}, model=changes["model"]), device="cpu")
 
 
-def test_two_experts_are_trained_jointly(world, tmp_path):
+def test_two_experts_are_trained_jointly(world, build, tmp_path):
     import copy
 
     from diffusers import WanPipeline
@@ -381,7 +313,9 @@ def test_two_experts_are_trained_jointly(world, tmp_path):
     parts = {name: part for name, part in pipe.components.items() if name != "transformer_2"}
     second = copy.deepcopy(pipe.transformer)
     WanPipeline(**parts, transformer_2=second, boundary_ratio=0.8).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "videospark_defaults.json").write_text(json.dumps(DEFAULTS))
+    (tmp_path / "model" / "videospark_defaults.json").write_bytes(
+        (world / "model" / "videospark_defaults.json").read_bytes()
+    )
     model = {"teacher": str(tmp_path / "model")}
     training = {"ema_decay": 0.0}
     config = build(world, tmp_path / "out", "crossdistill", training, model=model, data={"image_share": 0.0},
@@ -402,7 +336,7 @@ run(load_config(sys.argv[1]), device="cpu")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["sparse_warmup", "crossdistill"])
-def test_two_processes_equal_one(world, tmp_path, method):
+def test_two_processes_equal_one(world, build, tmp_path, method):
     """DistributedDataParallel over gloo: the same samples, the same draws, the same weights up to the order of sums."""
     values = []
     for name, size, processes in (("one", 4, 1), ("two", 2, 2)):
@@ -425,7 +359,7 @@ def test_two_processes_equal_one(world, tmp_path, method):
         assert (value - other).abs().mean() <= 0.05 * moved + 1e-9, key
 
 
-def test_adapters_on_layers_that_do_not_exist_are_refused(world, tmp_path):
+def test_adapters_on_layers_that_do_not_exist_are_refused(world, build, tmp_path):
     pytest.importorskip("peft")
     training = {"trainable": "lora", "lora": {"targets": ["to_q", "to_x"]}}
     with pytest.raises(ConfigError, match="training.lora.targets: got 'to_x'"):
