@@ -157,3 +157,35 @@ def run(
     if result.student is not None:
         typer.echo(f"{result.training.step} steps ({result.training.reason})", err=True)
         typer.echo(str(result.student))
+
+
+@app.command("experiment")
+@guarded
+def experiment(
+    name: str = typer.Argument(help="trap, branch or frontier."),
+    output: Path = typer.Option(..., "--output", help="Folder of the experiment; what is there already is kept."),
+    model: str = typer.Option("tiny", "--model", help="The teacher: 'tiny', or a folder with a model of its world."),
+    seeds: int = typer.Option(3, "--seeds", help="Trainings of every arm."),
+    quick: bool = typer.Option(False, "--quick", help="Rehearse: a few iterations; random weights without --model."),
+    budget: float = typer.Option(1.0, "--budget", help="So many times the iterations."),
+    device: str | None = typer.Option(None, "--device", help="cpu to stay on the CPU; default: what accelerate finds."),
+) -> None:
+    """Train and measure the arms of an experiment; write report.md with tables and plots. Given again, it goes on."""
+    if device not in (None, "cpu"):
+        raise ValueError(f"device: got {device!r}; must be cpu or left out")
+    require_at_least("seeds", seeds, 1)
+    check_writable(output / "report.md", "output")
+
+    from ..distill.experiments import run_experiment
+
+    report = run_experiment(
+        name,
+        output,
+        model=model,
+        seeds=seeds,
+        quick=quick,
+        budget=budget,
+        device=device,
+        say=lambda text: typer.echo(text, err=True),
+    )
+    typer.echo(str(report))

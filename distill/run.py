@@ -257,6 +257,15 @@ def _role(config: DistillConfig, name: str, network: Denoiser) -> TrainedRole:
 def _flow_shift(config: DistillConfig, pipe: Any) -> float:
     if config.model.flow_shift is not None:
         return config.model.flow_shift
+    return scheduler_shift(pipe)
+
+
+def scheduler_shift(pipe: Any) -> float:
+    """Shift of the noise levels that a pipeline's scheduler has.
+
+    Raises:
+        ConfigError: it has none.
+    """
     for name in ("flow_shift", "shift"):
         if pipe.scheduler.config.get(name) is not None:
             return float(pipe.scheduler.config[name])

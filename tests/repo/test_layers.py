@@ -16,7 +16,7 @@ ALLOWED = {
     "tiny": {"core", "attention"},
     "pipelines": {"core", "attention", "quantization"},
     "evaluation": {"core", "attention", "pipelines", "tiny"},
-    "distill": {"core", "attention", "quantization", "pipelines", "tiny"},
+    "distill": {"core", "attention", "quantization", "pipelines", "tiny", "evaluation"},
     "benchmarks": {"core", "attention", "quantization", "pipelines", "tiny"},
     "app": {"core", "attention", "quantization", "pipelines", "tiny", "evaluation", "distill", "benchmarks"},
 }
