@@ -17,6 +17,7 @@ from . import (
     commands_doctor,
     commands_evaluate,
     commands_generate,
+    commands_plan,
     commands_recipes,
     commands_serve,
     commands_tiny,
@@ -53,6 +54,7 @@ app.command("serve")(guarded(commands_serve.serve))
 app.command("evaluate")(guarded(commands_evaluate.evaluate))
 app.command("calibrate")(guarded(commands_calibrate.calibrate))
 app.command("convert")(guarded(commands_convert.convert))
+app.command("plan")(guarded(commands_plan.plan))
 app.command("doctor")(guarded(commands_doctor.doctor))
 app.add_typer(commands_bench.app, name="bench")
 app.add_typer(commands_distill.app, name="distill")
