@@ -141,7 +141,7 @@ class _Candidate:
         sigmas = scheduler.config.sigmas if isinstance(scheduler, FewStepScheduler) else None
         return float(sigmas[1]) if sigmas is not None and len(sigmas) > 1 else None
 
-    def measure(self, counts: dict[str, int]) -> str:
+    def measure(self, counts: dict[str, Any]) -> str:
         """Make its clips and judge them; returns the tables."""
         from ..evaluation.distribution import SampleStates
         from ..evaluation.run import evaluate as evaluate_text_to_video

@@ -274,11 +274,11 @@ class Judge:
 
     def trap_point(self, field: VelocityField) -> dict[str, Any]:
         """Local losses and terminal error of a many-step student."""
-        ends = [_rows(self.many_step_end(field, [t] * NUM_INTERVALS)) for t in (True, False)]
+        ours, reference = (_rows(self.many_step_end(field, [t] * NUM_INTERVALS)) for t in (True, False))
         return {
             "local": self.local_losses(field),
-            "terminal": float(relative_distances(*ends).mean()),
-            "sliced_wasserstein": sliced_wasserstein(*ends),
+            "terminal": float(relative_distances(ours, reference).mean()),
+            "sliced_wasserstein": sliced_wasserstein(ours, reference),
         }
 
 
