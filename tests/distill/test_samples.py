@@ -81,7 +81,7 @@ def test_sampling_is_eulers_rule(toy):
     assert uniform_sigmas(4, 3.0) == pytest.approx((1.0, 0.9, 0.75, 0.5, 0.0))
 
 
-@pytest.mark.parametrize("trainable", ["full", "lora"])
+@pytest.mark.parametrize("trainable", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_a_student_trains_on_its_grid_and_is_saved_without(world, build, fresh, tmp_path, trainable, monkeypatch):
     if trainable == "lora":
         pytest.importorskip("peft")

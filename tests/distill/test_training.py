@@ -134,6 +134,7 @@ def test_the_student_loads_with_its_recipe_and_samples(world, build, tmp_path):
     assert load_config(tmp_path / "config.toml") == config
 
 
+@pytest.mark.slow
 def test_one_stage_goes_on_from_the_student_of_another(world, build, tmp_path):
     first = run(build(world, tmp_path / "a", "sparse_warmup", {"num_steps": 1}), device="cpu")
     AcceleratorState._reset_state(True)
@@ -162,6 +163,7 @@ def test_the_keep_ratio_follows_its_schedule(world, build, tmp_path):
     assert ratios == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
 
 
+@pytest.mark.slow
 def test_bfloat16_checkpointing_and_alignment_run(world, build, tmp_path):
     training = {"num_steps": 2, "mixed_precision": "bf16", "gradient_checkpointing": True}
     run(build(world, tmp_path / "a", "crossdistill", training, **METHODS["crossdistill"]), device="cpu")
@@ -185,6 +187,7 @@ def test_recomputing_blocks_changes_no_number(world, build, tmp_path):
     assert all(torch.allclose(values[0][k], values[1][k], atol=1e-6) for k in values[0])
 
 
+@pytest.mark.slow
 def test_accumulating_equals_a_larger_batch(world, build, tmp_path):
     values = []
     for name, training in (("a", {"batch_size": 4}), ("b", {"batch_size": 2, "gradient_accumulation": 2})):
@@ -264,7 +267,7 @@ def test_data_of_another_model_is_refused(world, build, tmp_path):
     assert len(PreparedData(world / "data")) == 8
 
 
-@pytest.mark.parametrize("method", ["sparse_warmup", "crossdistill"])
+@pytest.mark.parametrize("method", [pytest.param("sparse_warmup", marks=pytest.mark.slow), "crossdistill"])
 def test_adapters_learn_and_are_merged(world, build, tmp_path, method):
     pytest.importorskip("peft")
     training = {"num_steps": 2, "trainable": "lora", "lora": {"rank": 2, "alpha": 2.0}}
@@ -304,6 +307,7 @@ def test_branches_alone_learn_are_saved_and_go_on(world, build, tmp_path):
         run(build(world, tmp_path / "c", "pcm", {"num_steps": 1}, model=changes["model"]), device="cpu")
 
 
+@pytest.mark.slow
 def test_two_experts_are_trained_jointly(world, build, tmp_path):
     import copy
 
