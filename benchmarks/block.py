@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..attention.config import AttentionConfig
-from ..attention.grid import TokenGrid
+from ..attention.grid import TokenGrid, inverse_order
 from ..attention.processors import InstalledAttention, install
 from ..core.config import ConfigError, require
 from ..core.numerics import relative_error
@@ -162,7 +162,7 @@ def bench_block(
     runs = {STOCK: _Run(STOCK, _transformer(sizes, HEAD_DIM.get(shape, 128), device, dtype))}
     for name in dict.fromkeys(contenders):
         runs[name] = _Run(name, copy.deepcopy(runs[STOCK].transformer))
-        runs[name].accelerate(keep_ratio, block_sizes)
+        runs[name].accelerate(keep_ratio, block_sizes, grid)
     for run in runs.values():
         run.listen()
     inputs = _inputs(grid, sizes, device, dtype)
@@ -191,10 +191,11 @@ class _Run:
         self.quantized: Any = None
         self.rounds: list[dict[str, float]] = []
         self.output: torch.Tensor | None = None
+        self._inverse: torch.Tensor | None = None
         self._marks: dict[str, float] = {}
         self._projections = 0.0
 
-    def accelerate(self, keep_ratio: float, block_sizes: tuple[int, int]) -> None:
+    def accelerate(self, keep_ratio: float, block_sizes: tuple[int, int], grid: TokenGrid) -> None:
         sparse, fused, mode, branch = CONTENDERS[self.name]
         config = AttentionConfig()
         if sparse:
@@ -202,6 +203,8 @@ class _Run:
                 backend="auto", keep_ratio=keep_ratio, block_size_q=block_sizes[0], block_size_k=block_sizes[1],
                 dense_below=0, branch=branch,  # type: ignore[arg-type]
             )  # fmt: skip
+            order = grid.order(config.token_order, config.tile)
+            self._inverse = None if order is None else inverse_order(order)
         self.attention = install(self.transformer, config)
         if fused or mode != "none":
             precision = QuantizationConfig(mode=mode, fused=fused, originals="drop")  # type: ignore[arg-type]
@@ -272,7 +275,9 @@ class _Run:
     def _end(self, name: str, output: Any) -> None:
         self._mark(f"{name} ends")
         if name == "block":
-            self.output = output.detach().float().cpu()
+            out = output.detach().float().cpu()
+            # Inside a transformer with sparse attention tokens lie in tile order.
+            self.output = out if self._inverse is None else out.index_select(1, self._inverse)
 
     def _product(self) -> None:
         self._projections += self._now() - self._marks["product begins"]
@@ -305,7 +310,19 @@ def _transformer(sizes: BlockShape, head_dim: int, device: str, dtype: torch.dty
             in_channels=16, out_channels=16, text_dim=512, freq_dim=256, ffn_dim=sizes.ffn, num_layers=1,
             cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=1024,
         )  # fmt: skip
-    return transformer.eval().requires_grad_(False).to(dtype)
+    transformer = transformer.eval().requires_grad_(False)
+    # Gates of a size that lets every part of the block show in its output.
+    transformer.blocks[0].scale_shift_table.normal_(std=0.5)
+    return cast_weights(transformer, dtype)
+
+
+def cast_weights(transformer: Any, dtype: torch.dtype) -> Any:
+    """As diffusers loads a model in 16 bits: what its class names stays in float32, buffers as they are."""
+    kept = set(transformer._keep_in_fp32_modules or ())
+    for name, parameter in transformer.named_parameters():
+        if not kept.intersection(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    return transformer
 
 
 def _inputs(grid: TokenGrid, sizes: BlockShape, device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:

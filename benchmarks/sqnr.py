@@ -21,6 +21,7 @@ from ..core.numerics import relative_error, sqnr_db
 from ..quantization.config import QuantizationConfig
 from ..quantization.convert import select_layers
 from ..quantization.linear import QuantizedLinear
+from .block import cast_weights
 from .quantization import SHAPES
 
 MODELS = ("tiny", "wan2.1-1.3b", "wan2.1-14b")
@@ -177,7 +178,7 @@ def _random_block(model: str, device: str) -> tuple[nn.Module, Callable[[], Any]
             qk_norm="rms_norm_across_heads", rope_max_seq_len=64,
         )  # fmt: skip
     rope = type(transformer.rope)(128, (1, 2, 2), 64)
-    transformer = transformer.to(torch.bfloat16).to_empty(device=device).requires_grad_(False).eval()
+    transformer = cast_weights(transformer, torch.bfloat16).to_empty(device=device).requires_grad_(False).eval()
     transformer.rope = rope.to(device)
     torch.manual_seed(0)
     for parameter in transformer.parameters():

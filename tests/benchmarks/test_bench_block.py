@@ -37,7 +37,9 @@ def test_outputs_are_compared_with_stock(result):
     assert rows["fused"].relative_error < 1e-5
     assert 1e-4 < rows["int8"].relative_error < 0.03 and rows["int8"].cosine >= 0.999
     for name in ("sparse", "int8+fused+sparse", "int8+fused+sparse+rola"):
-        assert 0.6 < rows[name].sparsity < 0.9 and rows[name].relative_error > 0
+        assert 0.6 < rows[name].sparsity < 0.9
+        # A token next to its own output, whatever the order inside.
+        assert 1e-3 < rows[name].relative_error < 0.5 and rows[name].cosine > 0.85
     assert rows["int8+fused+sparse+rola"].relative_error != rows["int8+fused+sparse"].relative_error
     assert "int_mm" in rows["int8"].engine and "fused: off" in rows["int8"].engine
     assert "branch torch" in rows["int8+fused+sparse+rola"].engine
