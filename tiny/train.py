@@ -159,7 +159,7 @@ def export(output: Path, stage: str, *, size: int) -> Path:
         "num_frames": NUM_FRAMES,
         "fps": FPS,
         "num_inference_steps": 50,
-        "guidance_scale": 3.0,
+        "guidance_scale": 4.0,
         "max_sequence_length": 32,
     }
     (folder / "videospark_defaults.json").write_text(json.dumps(defaults, indent=2) + "\n", encoding="utf-8")
