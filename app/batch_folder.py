@@ -31,9 +31,10 @@ from typing import Any, Protocol
 
 from filelock import FileLock, Timeout
 
-from ..pipelines.generation import GenerationRequest, GenerationResult, StepCallback, write_result
+from ..pipelines.generation import GenerationRequest, GenerationResult, StepCallback
 from ..pipelines.recipe import Recipe
 from ..pipelines.recipe import resolve as resolve_recipe
+from ..pipelines.sidecar import write_result
 from .console import describe_error, write_text
 from .engine import is_out_of_memory, request_settings
 from .jobs import Job

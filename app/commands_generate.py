@@ -116,7 +116,8 @@ def _prepare(
     model = locate_model(model if model is not None else sidecar.get("model"))
 
     from ..core.devices import pick_device
-    from ..pipelines.generation import GenerationRequest, request_from_sidecar, resolve_seed
+    from ..pipelines.generation import GenerationRequest, resolve_seed
+    from ..pipelines.sidecar import request_from_sidecar
     from ..pipelines.sizes import check_size
     from ..pipelines.video_io import check_output, read_image
 
@@ -157,7 +158,7 @@ def _run(job: _Job, output: Path) -> tuple[Any, dict[str, Path], str]:
     from ..pipelines import loading
     from ..pipelines.acceleration import current_report
     from ..pipelines.generation import generate as generate_clip
-    from ..pipelines.generation import write_result
+    from ..pipelines.sidecar import write_result
 
     typer.echo(f"loading {job.model} on {job.device}", err=True)
     with_image = job.request.image is not None

@@ -21,6 +21,7 @@ class Stage(str, enum.Enum):
     vae = "vae"
     decoder = "decoder"
     teacher = "teacher"
+    longer = "longer"
     grid = "grid"
     export = "export"
 

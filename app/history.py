@@ -21,7 +21,8 @@ import numpy as np
 from PIL import Image
 
 from ..core.config import require
-from ..pipelines.generation import GenerationResult, write_result
+from ..pipelines.generation import GenerationResult
+from ..pipelines.sidecar import write_result
 from ..pipelines.video_io import to_rgb, write_atomically
 
 THUMBNAIL_PIXELS = 320

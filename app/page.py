@@ -15,8 +15,9 @@ from typing import Any, get_type_hints
 
 import gradio as gr
 
-from ..pipelines.generation import GenerationRequest, default_settings, request_from_sidecar
+from ..pipelines.generation import GenerationRequest, default_settings
 from ..pipelines.recipe import Recipe
+from ..pipelines.sidecar import request_from_sidecar
 from . import page_view as view
 from .engine import usable_recipes
 from .history import Clip

@@ -3,6 +3,7 @@
     vae      the video autoencoder                                          -> OUTPUT/vae
     decoder  its decoder alone, for sharper shapes in the same latents      -> OUTPUT/decoder
     teacher  denoiser and text encoder at 64 x 64 x 17, 320 tokens          -> OUTPUT/teacher
+    longer   the same, trained once more with a schedule of its own         -> OUTPUT/longer
     grid     the same weights at 96 x 96 x 17, 720 tokens                   -> OUTPUT/grid
     export   the pipeline in diffusers layout, bf16, with its defaults      -> OUTPUT/checkpoint
 
@@ -23,17 +24,19 @@ from .pictures import loss_curve, reconstruction_sheet, sample_sheet
 from .train_teacher import GridStage, encode_dataset, train_grid
 from .train_vae import train_decoder, train_vae
 
-Stage = Literal["all", "vae", "decoder", "teacher", "grid", "export"]
+Stage = Literal["all", "vae", "decoder", "teacher", "longer", "grid", "export"]
 
 VAE_STEPS = 1600
 TEACHER = GridStage(
     "teacher", size=64, num_clips=12288, num_steps=3700, batch_size=16, muon_lr=2e-3, adamw_lr=1.5e-3, shift=3.0
 )
-GRID = GridStage("grid", size=96, num_clips=1024, num_steps=120, batch_size=8, muon_lr=7e-4, adamw_lr=5e-4, shift=4.0)
+LONGER = GridStage("longer", 64, 12288, 4600, 16, muon_lr=1.5e-3, adamw_lr=1.1e-3, shift=3.0, decay_share=0.5)
+GRID = GridStage("grid", 96, 4096, 1000, 8, muon_lr=8e-4, adamw_lr=6e-4, shift=3.0, decay_share=0.6)
 DECODER_STEPS = 600
 QUICK_VAE_STEPS = 10
 QUICK = {
     "teacher": GridStage("teacher", 32, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
+    "longer": GridStage("longer", 32, 16, 10, 4, 1.5e-3, 1.1e-3, 3.0),
     "grid": GridStage("grid", 48, 8, 10, 2, 7e-4, 5e-4, 4.0),
 }
 
@@ -53,7 +56,7 @@ def train(output: Path, stage: Stage = "all", *, quick: bool = False, compile_ke
     """
     if stage not in get_args(Stage):
         raise ValueError(f"stage: got {stage!r}; must be one of {get_args(Stage)}")
-    order = ("vae", "decoder", "teacher", "grid", "export") if stage == "all" else (stage,)
+    order = tuple(_STAGES) if stage == "all" else (stage,)
     result = output
     for name in order:
         result = _STAGES[name](output, quick, compile_kernels)
@@ -120,8 +123,12 @@ def _train_teacher(output: Path, quick: bool, compile_kernels: bool) -> Path:
     return _train_denoiser(output, QUICK["teacher"] if quick else TEACHER, None, compile_kernels)
 
 
+def _train_longer(output: Path, quick: bool, compile_kernels: bool) -> Path:
+    return _train_denoiser(output, QUICK["longer"] if quick else LONGER, "teacher", compile_kernels)
+
+
 def _train_larger_grid(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _train_denoiser(output, QUICK["grid"] if quick else GRID, "teacher", compile_kernels)
+    return _train_denoiser(output, QUICK["grid"] if quick else GRID, "longer", compile_kernels)
 
 
 def _assemble(vae: AutoencoderKLWan, transformer: torch.nn.Module, text_encoder: torch.nn.Module) -> WanPipeline:
@@ -178,6 +185,7 @@ _STAGES = {
     "vae": _train_vae,
     "decoder": _train_decoder,
     "teacher": _train_teacher,
+    "longer": _train_longer,
     "grid": _train_larger_grid,
     "export": _export,
 }

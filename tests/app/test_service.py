@@ -19,7 +19,8 @@ from videospark.app.jobs import Job
 from videospark.app.service import GenerationService
 from videospark.app.service_data import NotReady, QueueFull, ServiceLimits, Status
 from videospark.core.config import ConfigError
-from videospark.pipelines.generation import GenerationRequest, request_from_sidecar
+from videospark.pipelines.generation import GenerationRequest
+from videospark.pipelines.sidecar import request_from_sidecar
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fakes import FakeEngine, hash_of

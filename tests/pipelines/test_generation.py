@@ -16,12 +16,11 @@ from videospark.pipelines.generation import (
     _encode_text,
     decode,
     generate,
-    request_from_sidecar,
     resolve_request,
-    write_result,
 )  # fmt: skip
 from videospark.pipelines.loading import as_image_to_video
 from videospark.pipelines.recipe import resolve
+from videospark.pipelines.sidecar import request_from_sidecar, write_result
 from videospark.pipelines.stages import StageTimer
 from videospark.pipelines.video_io import check_output, frames_to_uint8, read_image, save_video
 
