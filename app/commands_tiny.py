@@ -20,6 +20,7 @@ class Stage(str, enum.Enum):
     all = "all"
     vae = "vae"
     decoder = "decoder"
+    sharper = "sharper"
     teacher = "teacher"
     longer = "longer"
     grid = "grid"

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-MIN_TRAVEL = {"linear": 0.16, "bouncing": 0.13, "circling": 0.06}
+MIN_TRAVEL = {"linear": 0.14, "bouncing": 0.13, "circling": 0.06}
 """Smallest distance, height or turning radius (shares of the frame): half of the world's smallest."""
 MIN_EXPLAINED = 0.8
 """Share of the track's variance that the fit must explain."""

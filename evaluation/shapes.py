@@ -20,11 +20,13 @@ from . import regions
 from .motion import detect_motion
 from .regions import MIN_PRESENCE, SMALLEST_RADIUS
 
-SMALL_RADIUS = (SMALLEST_RADIUS, 0.131)
-LARGE_RADIUS = (0.139, 0.205)
+SMALL_RADIUS = (SMALLEST_RADIUS, 0.158)
+LARGE_RADIUS = (0.167, 0.230)
 BACKGROUND_TOLERANCE = 0.20
 MIN_SHAPE_IOU = 0.70
-MIN_SHAPE_MARGIN = 0.012
+MAX_MISFIT_SHARE = 0.85
+"""The best template's squared difference over the second best one's must stay below."""
+MAX_SOFTENINGS = 4
 CONTOUR_BAND = 0.2
 """How far from half coverage a pixel may be to count as one of the contour."""
 MEASURES = ("shape_iou", "track_error", "area_unsteadiness", "color_unsteadiness", "sharpness")
@@ -225,19 +227,33 @@ def _size_name(radius: float) -> str | None:
 def _detect_form(
     alpha: torch.Tensor, area: torch.Tensor, center: torch.Tensor, size: int
 ) -> tuple[str | None, float, torch.Tensor]:
-    """Best template of equal area and centre: its name (None if unclear), its IoU, and its coverage per frame."""
+    """Best template of equal area and centre: its name (None if unclear), its IoU, and its coverage per frame.
+
+    The name goes by squared differences over all frames, to templates as soft as the mask is: a video autoencoder
+    rounds the corners of a small square, which brings it near a sharp circle but not near a soft one.
+    """
     radius = math.sqrt(float(area.median()) / math.pi) / size
-    templates, scores = [], []
-    for name in SHAPES:
-        template = coverage(name, radius, center / size, size, size)
-        overlap = torch.minimum(alpha, template).sum(dim=(1, 2))
-        union = area + template.sum(dim=(1, 2)) - overlap
-        templates.append(template)
-        scores.append(float((overlap / union).median()))
-    order = np.argsort(scores)[::-1]
-    best, second = scores[order[0]], scores[order[1]]
-    clear = best >= MIN_SHAPE_IOU and best - second >= MIN_SHAPE_MARGIN
-    return (SHAPES[order[0]] if clear else None), best, templates[order[0]]
+    templates = torch.stack([coverage(name, radius, center / size, size, size) for name in SHAPES])
+    overlap = torch.minimum(alpha, templates).sum(dim=(2, 3))
+    union = area + templates.sum(dim=(2, 3)) - overlap
+    iou = (overlap / union).median(dim=1).values
+
+    misfit, soft = torch.full((len(SHAPES),), math.inf), templates
+    for _ in range(MAX_SOFTENINGS + 1):
+        misfit = torch.minimum(misfit, (alpha - soft).square().sum(dim=(1, 2, 3)))
+        soft = _soften(soft)
+    order = misfit.argsort().tolist()
+    best, second = float(misfit[order[0]]), float(misfit[order[1]])
+    clear = float(iou[order[0]]) >= MIN_SHAPE_IOU and best <= MAX_MISFIT_SHARE * second
+    return (SHAPES[order[0]] if clear else None), float(iou[order[0]]), templates[order[0]]
+
+
+def _soften(masks: torch.Tensor) -> torch.Tensor:
+    """Means over (1, 2, 1) / 4 along both axes: a blur whose variance is half a pixel."""
+    for axis in (-2, -1):
+        left, right = masks.roll(1, axis), masks.roll(-1, axis)
+        masks = masks * 0.5 + (left + right) * 0.25
+    return masks
 
 
 def contour_slope(alpha: torch.Tensor) -> float:

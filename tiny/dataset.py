@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-SIZES: dict[str, tuple[float, float]] = {"small": (0.095, 0.115), "large": (0.155, 0.175)}
+SIZES: dict[str, tuple[float, float]] = {"small": (0.125, 0.140), "large": (0.185, 0.200)}
 COLORS: dict[str, tuple[float, float, float]] = {
     "red": (0.90, 0.12, 0.12),
     "green": (0.10, 0.72, 0.20),
@@ -52,7 +52,7 @@ SCENE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
 ATTRIBUTES: dict[str, tuple[str, ...]] = SHAPE_ATTRIBUTES | SCENE_ATTRIBUTES
 
 DROP_PROBABILITY = 0.3
-TWO_SHAPES_PROBABILITY = 1 / 4
+TWO_SHAPES_PROBABILITY = 1 / 3
 HELD_OUT_SHARE = 1 / 16
 PATTERN_CONTRAST = 0.16
 PATTERN_CELLS = 8
@@ -157,7 +157,7 @@ def _draw_shape(rng: np.random.Generator, size: str, color: str, shape: str, mot
     radius = rng.uniform(*SIZES[size])
     left, right, up, down = (e * radius + 0.02 for e in EXTENTS[shape])
     travel = {"bouncing": rng.uniform(0.26, 0.36), "circling": rng.uniform(0.12, 0.17)}.get(
-        motion, rng.uniform(0.32, 0.46)
+        motion, rng.uniform(0.28, 0.40)
     )
     reach = {  # how far the path leads from its start: left, right, up, down
         "left": (travel, 0, 0, 0),

@@ -2,6 +2,7 @@
 
     vae      the video autoencoder                                          -> OUTPUT/vae
     decoder  its decoder alone, for sharper shapes in the same latents      -> OUTPUT/decoder
+    sharper  the same once more, on windows that all hold a shape           -> OUTPUT/sharper
     teacher  denoiser and text encoder at 64 x 64 x 17, 320 tokens          -> OUTPUT/teacher
     longer   the same, trained once more with a schedule of its own         -> OUTPUT/longer
     grid     the same weights at 96 x 96 x 17, 720 tokens                   -> OUTPUT/grid
@@ -24,7 +25,7 @@ from .pictures import loss_curve, reconstruction_sheet, sample_sheet
 from .train_teacher import GridStage, encode_dataset, train_grid
 from .train_vae import train_decoder, train_vae
 
-Stage = Literal["all", "vae", "decoder", "teacher", "longer", "grid", "export"]
+Stage = Literal["all", "vae", "decoder", "sharper", "teacher", "longer", "grid", "export"]
 
 VAE_STEPS = 1600
 TEACHER = GridStage(
@@ -33,6 +34,7 @@ TEACHER = GridStage(
 LONGER = GridStage("longer", 64, 12288, 4600, 16, muon_lr=1.5e-3, adamw_lr=1.1e-3, shift=3.0, decay_share=0.5)
 GRID = GridStage("grid", 96, 4096, 1000, 8, muon_lr=8e-4, adamw_lr=6e-4, shift=3.0, decay_share=0.6)
 DECODER_STEPS = 600
+SHARPER_STEPS = 700
 QUICK_VAE_STEPS = 10
 QUICK = {
     "teacher": GridStage("teacher", 32, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
@@ -74,19 +76,34 @@ def _train_vae(output: Path, quick: bool, compile_kernels: bool) -> Path:
 
 
 def _train_decoder(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    steps = QUICK_VAE_STEPS if quick else DECODER_STEPS
-    vae = train_decoder(output, _load_vae(output, "vae"), num_steps=steps, compile_kernels=compile_kernels)
-    folder = output / "decoder"
+    return _improve_decoder(output, "decoder", "vae", QUICK_VAE_STEPS if quick else DECODER_STEPS, compile_kernels)
+
+
+def _train_sharper(output: Path, quick: bool, compile_kernels: bool) -> Path:
+    return _improve_decoder(output, "sharper", "decoder", QUICK_VAE_STEPS if quick else SHARPER_STEPS, compile_kernels)
+
+
+def _improve_decoder(output: Path, name: str, start_from: str, steps: int, compile_kernels: bool) -> Path:
+    vae = train_decoder(
+        output,
+        _load_vae(output, start_from),
+        num_steps=steps,
+        name=name,
+        all_near=name == "sharper",
+        compile_kernels=compile_kernels,
+    )
+    folder = output / name
     vae.save_pretrained(folder / "model")
     loss_curve(folder / "log.jsonl", folder / "psnr.png", key="psnr_db")
-    reconstruction_sheet(vae, folder / "reconstruction.png", size=32 if quick else 96)
+    reconstruction_sheet(vae, folder / "reconstruction.png", size=32 if steps == QUICK_VAE_STEPS else 96)
     return folder
 
 
 def _load_vae(output: Path, stage: str | None = None) -> AutoencoderKLWan:
     """The autoencoder of a stage; by default of the latest one that was run (all share their latents)."""
     if stage is None:
-        stage = "decoder" if (output / "decoder" / "model").is_dir() else "vae"
+        found = (name for name in ("sharper", "decoder", "vae") if (output / name / "model").is_dir())
+        stage = next(found, "vae")
     folder = output / stage / "model"
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: the vae stage has not been run")
@@ -184,6 +201,7 @@ def _to_bfloat16(module: torch.nn.Module) -> None:
 _STAGES = {
     "vae": _train_vae,
     "decoder": _train_decoder,
+    "sharper": _train_sharper,
     "teacher": _train_teacher,
     "longer": _train_longer,
     "grid": _train_larger_grid,

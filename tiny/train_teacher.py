@@ -7,6 +7,7 @@ in these the caption's motion is all that is left to learn, which is also what m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
 from . import fast_forward
 from .components import NUM_FRAMES, build_text_encoder, build_tokenizer, build_transformer
-from .dataset import caption, render, sample_scene
+from .dataset import EXTENTS, caption, render, sample_scene
 from .training_state import AveragedWeights, Optimizers, StageFolder
 
 TEXT_SLOTS = 24
@@ -29,11 +30,19 @@ PIPELINE_SLOTS = 512
 """WanPipeline pads prompt embeddings with zeros to this many slots and masks none of them."""
 CAPTION_DROPOUT = 0.1
 UNKNOWN_WORD_PROBABILITY = 0.03
+POSITION_KNOWN_BELOW = 0.9
+"""Noise level under which a shape's place can be told."""
+BOX_MARGIN = 0.05
 
 
 @dataclass(frozen=True)
 class GridStage:
-    """One training run at one clip size."""
+    """One training run at one clip size.
+
+    Attributes:
+        first_frame_share: samples that keep their first latent frame.
+        shape_weight: of the loss around shapes; what tells a square from a circle is few of a clip's numbers.
+    """
 
     name: str
     size: int
@@ -44,6 +53,8 @@ class GridStage:
     adamw_lr: float
     shift: float
     decay_share: float = 0.35
+    first_frame_share: float = 0.5
+    shape_weight: float = 1.0
 
 
 def encode_dataset(vae: AutoencoderKLWan, path: Path, *, size: int, num_clips: int) -> torch.Tensor:
@@ -87,7 +98,9 @@ def encode_captions(
     return states, torch.cat([bias, pads.clamp(min=1).float().log()[:, None]], dim=1)
 
 
-def _draw(rng: np.random.Generator, batch_size: int, frames: int, shift: float) -> tuple[np.ndarray, np.ndarray]:
+def _draw(
+    rng: np.random.Generator, batch_size: int, frames: int, shift: float, first_frame_share: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Noise level of each latent frame `[B, F]` and which samples keep their first frame `[B]`."""
     u = np.where(
         rng.random(batch_size) < 0.8,
@@ -95,9 +108,34 @@ def _draw(rng: np.random.Generator, batch_size: int, frames: int, shift: float) 
         rng.random(batch_size),
     )
     sigma = np.repeat((shift * u / (1 + (shift - 1) * u))[:, None], frames, axis=1)
-    keeps_first = rng.random(batch_size) < 0.5
+    keeps_first = rng.random(batch_size) < first_frame_share
     sigma[keeps_first, 0] = 0.0
     return sigma.astype(np.float32), keeps_first
+
+
+def _shape_weights(index: np.ndarray, sigma: np.ndarray, grid: tuple[int, ...], weight: float) -> torch.Tensor:
+    """Weights of the squared error `[B, F, h, w]`: `weight` in a wide box around each shape, else 1.
+
+    At high noise, where the place itself is unknown, all are 1: there the weights would draw shapes to where they are
+    not, as they depend on the clean clip.
+    """
+    frames, height, width = grid
+    weights = torch.ones(len(index), frames, height, width)
+    if weight == 1:
+        return weights
+    for clip, noise, seed in zip(weights, sigma[:, -1], index, strict=True):
+        if noise > POSITION_KNOWN_BELOW:
+            continue
+        for shape in sample_scene(int(seed)).shapes:
+            track = shape.positions(NUM_FRAMES)
+            left, right, up, down = (extent * shape.radius + BOX_MARGIN for extent in EXTENTS[shape.shape])
+            for frame in range(frames):
+                seen = track[max(0, 4 * frame - 3) : 4 * frame + 1]
+                (x0, y0), (x1, y1) = seen.min(0), seen.max(0)
+                rows = slice(max(0, math.floor((y0 - up) * height)), math.ceil((y1 + down) * height))
+                columns = slice(max(0, math.floor((x0 - left) * width)), math.ceil((x1 + right) * width))
+                clip[frame, rows, columns] = weight
+    return weights
 
 
 def train_grid(
@@ -164,7 +202,7 @@ def _loss(stage, step, latents, tokenizer, text_encoder, transformer, denoise, t
     index = rng.integers(0, len(latents), batch)
     clean = latents[torch.as_tensor(index)].float()
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(step))
-    sigma, keeps_first = _draw(rng, batch, frames, stage.shift)
+    sigma, keeps_first = _draw(rng, batch, frames, stage.shift, stage.first_frame_share)
     s = torch.as_tensor(sigma)
     noisy = torch.lerp(clean, noise, s[:, None, :, None, None])
 
@@ -182,9 +220,11 @@ def _loss(stage, step, latents, tokenizer, text_encoder, transformer, denoise, t
         velocity = denoise(transformer, noisy, s * 1000, text, bias, table)
     scored = torch.ones(batch, frames)
     scored[torch.as_tensor(keeps_first), 0] = 0
-    error = (velocity.float() - (noise - clean)).square().mean((1, 3, 4))
-    loss = (error * scored).sum() / scored.sum()
-    per_clip = ((error * scored).sum(1) / scored.sum(1)).detach()
+    squared = (velocity.float() - (noise - clean)).square().mean(1)
+    weight = scored[:, :, None, None] * _shape_weights(index, sigma, clean.shape[2:], stage.shape_weight)
+    loss = (squared * weight).sum() / weight.sum()
+    error = squared.detach().mean((2, 3))
+    per_clip = (error * scored).sum(1) / scored.sum(1)
     kept = torch.as_tensor(keeps_first)
     halves = {"loss_text": per_clip[~kept], "loss_image": per_clip[kept]}
     return loss, {name: float(values.mean()) for name, values in halves.items() if len(values)}

@@ -13,7 +13,7 @@ from diffusers import AutoencoderKLWan
 
 from . import fast_forward
 from .components import NUM_FRAMES, build_vae
-from .dataset import render, sample_scene
+from .dataset import MovingShape, render, sample_scene
 from .training_state import AveragedWeights, Optimizers, StageFolder
 
 SIDES = (64, 80, 96)
@@ -22,10 +22,11 @@ CROP = 32
 KL_WEIGHT = 2e-4
 
 
-def crops(seed: int, batch_size: int, side: int) -> torch.Tensor:
+def crops(seed: int, batch_size: int, side: int, *, all_near: bool = False) -> torch.Tensor:
     """Random `side` x `side` windows of rendered clips, `[B, 3, frames, side, side]` in [-1, 1].
 
-    Two windows come from each clip, and one of them is centred on a shape: most of a clip is background.
+    Two windows come from each clip, and one of them (or with `all_near` both) is centred on a shape: most of a clip is
+    background.
     """
     generator = torch.Generator().manual_seed(seed)
     windows = []
@@ -34,14 +35,22 @@ def crops(seed: int, batch_size: int, side: int) -> torch.Tensor:
         size = SIDES[int(torch.randint(len(SIDES), (), generator=generator))]
         size = max(size, side)
         clip = render(scene, num_frames=NUM_FRAMES, height=size, width=size)
-        middle = scene.shapes[0].positions(NUM_FRAMES)[NUM_FRAMES // 2]
-        jitter = torch.randint(-side // 4, side // 4 + 1, (2,), generator=generator)
-        anywhere = torch.randint(0, size - side + 1, (2,), generator=generator)
-        near = [min(max(int(middle[k] * size) - side // 2 + int(jitter[k]), 0), size - side) for k in (0, 1)]
-        for left, top in (near, anywhere.tolist()):
+        first = _near(scene.shapes[0], size, side, generator)
+        if all_near:
+            second = _near(scene.shapes[-1], size, side, generator)
+        else:
+            second = torch.randint(0, size - side + 1, (2,), generator=generator).tolist()
+        for left, top in (first, second):
             windows.append(clip[:, top : top + side, left : left + side])
     batch = torch.stack(windows[:batch_size]).permute(0, 4, 1, 2, 3)
     return batch.float() / 127.5 - 1
+
+
+def _near(shape: MovingShape, size: int, side: int, generator: torch.Generator) -> list[int]:
+    """Corner of a window around the middle of a shape's path."""
+    middle = shape.positions(NUM_FRAMES)[NUM_FRAMES // 2]
+    jitter = torch.randint(-side // 4, side // 4 + 1, (2,), generator=generator)
+    return [min(max(int(middle[k] * size) - side // 2 + int(jitter[k]), 0), size - side) for k in (0, 1)]
 
 
 def train_vae(root: Path, *, num_steps: int, batch_size: int = 8, compile_kernels: bool = True) -> AutoencoderKLWan:
@@ -106,13 +115,20 @@ def train_vae(root: Path, *, num_steps: int, batch_size: int = 8, compile_kernel
 
 
 def train_decoder(
-    root: Path, vae: AutoencoderKLWan, *, num_steps: int, batch_size: int = 6, compile_kernels: bool = True
+    root: Path,
+    vae: AutoencoderKLWan,
+    *,
+    num_steps: int,
+    name: str = "decoder",
+    all_near: bool = False,
+    batch_size: int = 6,
+    compile_kernels: bool = True,
 ) -> AutoencoderKLWan:
     """Train the decoder alone, at a gentler rate; the latents, and what was trained on them, stay as they are.
 
-    Latents are rounded to bfloat16, as the denoiser's data are.
+    Latents are rounded to bfloat16, as the denoiser's data are. With `all_near` every small window holds a shape.
     """
-    folder = StageFolder(root, "decoder")
+    folder = StageFolder(root, name)
     parts = torch.nn.ModuleDict({"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv}).train()
     kernels = [p for name, p in parts.named_parameters() if p.ndim >= 4 and p.shape[0] >= 8 and "conv_in" not in name]
     chosen = {id(p) for p in kernels}
@@ -131,9 +147,9 @@ def train_decoder(
         activate = torch.compile(activate)
 
     with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(_decoder_batch, step, batch_size)
+        ahead = pool.submit(_decoder_batch, step, batch_size, all_near)
         while step < num_steps:
-            video, ahead = ahead.result(), pool.submit(_decoder_batch, step + 1, batch_size)
+            video, ahead = ahead.result(), pool.submit(_decoder_batch, step + 1, batch_size, all_near)
             with torch.autocast("cpu", torch.bfloat16):
                 with torch.no_grad():
                     latents = fast_forward.encode_moments(vae, video)[0].bfloat16()
@@ -155,10 +171,10 @@ def train_decoder(
     return vae.eval()
 
 
-def _decoder_batch(index: int, batch_size: int) -> torch.Tensor:
+def _decoder_batch(index: int, batch_size: int, all_near: bool) -> torch.Tensor:
     # As in the first stage, with new clips: seeds beyond those that it saw.
-    index += 1_000_000
-    return crops(index, 2, WHOLE) if index % 4 == 3 else crops(index, batch_size, CROP)
+    index += 2_000_000 if all_near else 1_000_000
+    return crops(index, 2, WHOLE) if index % 4 == 3 else crops(index, batch_size, CROP, all_near=all_near)
 
 
 @torch.no_grad()
