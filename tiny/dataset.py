@@ -6,6 +6,9 @@ of the caption with probability `DROP_PROBABILITY`; what the caption leaves open
 and that is what makes diversity measurable. Scenes whose combination of attributes hashes into the held-out
 sixteenth are never drawn for training.
 
+What moves and how is drawn freely; where and how far, from a lattice: a small denoiser then learns forms instead of
+fractions of pixels.
+
 Coordinates: x to the right and y downwards, both in [0, 1] of the frame; a shape's radius is that of the
 circle of equal area, in units of the shorter frame side.
 """
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-SIZES: dict[str, tuple[float, float]] = {"small": (0.125, 0.140), "large": (0.185, 0.200)}
+SIZES: dict[str, float] = {"small": 0.1325, "large": 0.1925}
 COLORS: dict[str, tuple[float, float, float]] = {
     "red": (0.90, 0.12, 0.12),
     "green": (0.10, 0.72, 0.20),
@@ -50,6 +53,12 @@ SCENE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "pattern": PATTERNS,
 }
 ATTRIBUTES: dict[str, tuple[str, ...]] = SHAPE_ATTRIBUTES | SCENE_ATTRIBUTES
+
+LATTICE = 16
+"""Starts are whole sixteenths of a side; in the time of one latent frame a shape moves by halves of one."""
+TRAVELS = {"linear": (0.25, 0.375), "bouncing": (0.25, 0.375), "circling": (0.125, 0.1875)}
+TURN_STARTS = 8
+"""Directions in which a circling shape's path may begin."""
 
 DROP_PROBABILITY = 0.3
 TWO_SHAPES_PROBABILITY = 1 / 3
@@ -145,7 +154,7 @@ def _draw_scene(rng: np.random.Generator) -> Scene | None:
     specs = [(str(rng.choice(list(SIZES))), str(c), str(rng.choice(SHAPES)), str(rng.choice(MOTIONS))) for c in colors]
     background = str(rng.choice(list(BACKGROUND_COLORS)))
     pattern = str(rng.choice(PATTERNS))
-    phase = (float(rng.random() * 2), float(rng.random() * 2))
+    phase = (float(rng.integers(4)) / 2, float(rng.integers(4)) / 2)
     for _ in range(60):  # paths that stay in the frame and never let two shapes touch
         shapes = tuple(_draw_shape(rng, *spec) for spec in specs)
         if num_shapes == 1 or not _touch(shapes[0], shapes[1]):
@@ -154,11 +163,9 @@ def _draw_scene(rng: np.random.Generator) -> Scene | None:
 
 
 def _draw_shape(rng: np.random.Generator, size: str, color: str, shape: str, motion: str) -> MovingShape:
-    radius = rng.uniform(*SIZES[size])
-    left, right, up, down = (e * radius + 0.02 for e in EXTENTS[shape])
-    travel = {"bouncing": rng.uniform(0.26, 0.36), "circling": rng.uniform(0.12, 0.17)}.get(
-        motion, rng.uniform(0.28, 0.40)
-    )
+    radius = SIZES[size]
+    left, right, up, down = (e * radius + 0.01 for e in EXTENTS[shape])
+    travel = float(rng.choice(TRAVELS.get(motion, TRAVELS["linear"])))
     reach = {  # how far the path leads from its start: left, right, up, down
         "left": (travel, 0, 0, 0),
         "right": (0, travel, 0, 0),
@@ -167,16 +174,21 @@ def _draw_shape(rng: np.random.Generator, size: str, color: str, shape: str, mot
         "bouncing": (0, 0, 0, travel),
         "circling": (travel,) * 4,
     }[motion]
+
+    def start(before: float, after: float) -> float:
+        first, last = math.ceil(before * LATTICE), math.floor((1 - after) * LATTICE)
+        return float(rng.integers(first, last + 1)) / LATTICE
+
     return MovingShape(
         size,
         color,
         shape,
         motion,
-        float(radius),
-        start_x=float(rng.uniform(left + reach[0], 1 - right - reach[1])),
-        start_y=float(rng.uniform(up + reach[2], 1 - down - reach[3])),
-        travel=float(travel),
-        phase=float(rng.uniform(0, 2 * math.pi)),
+        radius,
+        start_x=start(left + reach[0], right + reach[1]),
+        start_y=start(up + reach[2], down + reach[3]),
+        travel=travel,
+        phase=float(rng.integers(TURN_STARTS)) * 2 * math.pi / TURN_STARTS,
     )
 
 
