@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint types bench kernels format
+.PHONY: help install demo test test-slow lint types bench kernels gpu format
 
 help: ## Show this list
 	@grep -E '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,9 @@ bench: $(STAMP) ## Measure attention on this machine: outputs/bench
 
 kernels: $(STAMP) ## Compile all Triton kernels for GPUs that need not be here
 	$(BIN)/videospark bench kernels --output outputs/bench
+
+gpu: $(STAMP) ## Check every kernel and measure every ratio on the GPU here: benchmarks/results
+	$(BIN)/videospark bench gpu --output benchmarks/results
 
 format: $(STAMP) ## Rewrite the files in the project's style
 	$(BIN)/ruff check --fix .

@@ -23,6 +23,7 @@ from . import (
     commands_tiny,
 )
 from .console import guarded, package_version
+from .process import prepare_process
 
 app = typer.Typer(
     name="videospark",
@@ -64,6 +65,7 @@ app.add_typer(commands_tiny.app, name="tiny")
 
 def main() -> None:
     """Entry point of the console script."""
+    prepare_process()
     app()
 
 

@@ -184,6 +184,46 @@ def kernels(
         raise typer.Exit(1)
 
 
+@app.command("gpu")
+@guarded
+def gpu(
+    only: str = typer.Option("", "--only", help="Sections, with commas; default: all."),
+    device: str = typer.Option("cuda", "--device", help="cuda, cuda:1, ..."),
+    rehearse: bool = typer.Option(
+        False, "--rehearse", help="Run the same code at small sizes on the CPU; its report says so."
+    ),
+    output: Path | None = typer.Option(None, "--output", help="Folder for the report (Markdown) and its numbers."),
+) -> None:
+    """Every kernel checked and every ratio measured on the GPU that is here; says so and ends where there is none."""
+    if output is not None:
+        check_writable(output / "gpu.json", "output")
+    import os
+
+    if rehearse:
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
+    import torch
+
+    from ..benchmarks.gpu_report import SECTIONS, SKIPPED, gpu_report
+    from ..core.config import require
+    from ..core.devices import pick_device
+
+    chosen = [part.strip() for part in only.split(",") if part.strip()] or list(SECTIONS)
+    for name in chosen:
+        require(name in SECTIONS, "only", name, f"of {', '.join(SECTIONS)}")
+    if not rehearse and not torch.cuda.is_available():
+        typer.echo(SKIPPED)
+        return
+    where = "cpu" if rehearse else str(pick_device(device))
+    report = gpu_report(device=where, rehearsal=rehearse, only=chosen, say=lambda text: typer.echo(text, err=True))
+    typer.echo(report.markdown())
+    if output is not None:
+        write_text(output / f"{report.name}.md", report.markdown())
+        write_text(output / f"{report.name}.json", dump_json(report.to_dict()))
+        typer.echo(str(output / f"{report.name}.md"))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
 def _able(device: str, dtype: str, bench: Any, shape: str, sizes: list[int]) -> list[str]:
     from ..attention.backends import available_backends, get_backend
     from ..attention.config import AttentionConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ def generate(
     fps: int | None = typer.Option(None, "--fps", help="Frames per second of the mp4."),
     recipe: str | None = typer.Option(None, "--recipe", help="Preset name or recipe file; default: the model's own."),
     model: str | None = typer.Option(None, "--model", help="Folder or hub id; default: the embedded tiny model."),
+    lora: list[str] = typer.Option(
+        [], "--lora", help="FILE[:WEIGHT][@high|@low|@both]; several times for several. Of two experts both by default."
+    ),
+    offload: str = typer.Option(
+        "none", "--offload", help="none, experts, model, group, or auto: the first that fits by the planner."
+    ),
     device: str | None = typer.Option(None, "--device", help="cpu, cuda, cuda:1, ...; default: the best one."),
     output: Path = typer.Option(Path("outputs/clip.mp4"), "--output", "-o", help="The mp4 to write."),
     from_sidecar: Path | None = typer.Option(
@@ -51,7 +58,7 @@ def generate(
     given = {name: value for name, value in given.items() if value is not None}
     _check_numbers(given)
 
-    job = _prepare(given, recipe, model, device, output, from_sidecar, allow_untrained)
+    job = _prepare(given, recipe, model, lora, offload, device, output, from_sidecar, allow_untrained)
     result, paths, recipe_table = _run(job, output)
     report = {
         "video": str(paths["video"]),
@@ -60,6 +67,7 @@ def generate(
         "seed": result.request.seed,
         "stages": read_sidecar(paths["sidecar"])["stages"],  # with the saving, which the result cannot know
         "report": result.report,
+        "loras": list(result.loras),
     }
     typer.echo(dump_json(report) if as_json else _render(report, recipe_table), nl=not as_json)
 
@@ -83,15 +91,19 @@ def _check_steps(recipe: Any, steps: int | None) -> None:
 class _Job:
     """Everything that is known before a weight is read."""
 
-    def __init__(self, request: Any, recipe: Any, model: str, device: Any, allow_untrained: bool) -> None:
+    def __init__(
+        self, request: Any, recipe: Any, model: str, device: Any, allow_untrained: bool, loras: list[Any], offload: str
+    ) -> None:
         self.request, self.recipe, self.model, self.device = request, recipe, model, device
-        self.allow_untrained = allow_untrained
+        self.allow_untrained, self.loras, self.offload = allow_untrained, loras, offload
 
 
 def _prepare(
     given: dict[str, Any],
     recipe: str | None,
     model: str | None,
+    lora: list[str],
+    offload: str,
     device: str | None,
     output: Path,
     from_sidecar: Path | None,
@@ -128,6 +140,11 @@ def _prepare(
     if isinstance(request.image, (str, Path)):
         read_image(request.image)  # read again when it is used; here only to complain early
         request = replace(request, image=str(Path(request.image).resolve()))  # the sidecar is read from anywhere
+    from ..core.config import require
+    from ..pipelines.offload import MODES
+
+    require(offload in MODES, "offload", offload, f"one of {', '.join(MODES)}")
+    loras = _choose_loras(lora, sidecar, from_sidecar)
     resolve_seed(request.seed)
     _check_steps(resolved_recipe, request.num_inference_steps)
     strides = stand_in(model)
@@ -137,7 +154,25 @@ def _prepare(
     chosen_device = pick_device(device)
     check_output(output)  # last: it makes the folder, which a refused request must not leave behind
     untrained = allow_untrained or bool(sidecar.get("allow_untrained"))
-    return _Job(request, resolved_recipe, model, chosen_device, untrained)
+    return _Job(request, resolved_recipe, model, chosen_device, untrained, loras, offload)
+
+
+def _choose_loras(given: list[str], sidecar: dict[str, Any], place: Path | None) -> list[Any]:
+    """Those of the command line, else those of the sidecar, which must be the same files still."""
+    from ..pipelines.lora import LoRAChoice, check_choice, file_digest, parse_choice
+
+    if given:
+        return [check_choice(parse_choice(text)) for text in given]
+    chosen = []
+    for entry in sidecar.get("loras", []):
+        path = Path(entry["path"])
+        if not path.is_file() and place is not None and place.with_name(path.name).is_file():
+            path = place.with_name(path.name)  # moved along with the sidecar
+        chosen.append(check_choice(LoRAChoice(path, entry["weight"], entry["expert"])))
+        if file_digest(path) != entry["sha256"]:
+            rule = "the file that made the clip (its SHA-256 differs), or one given with --lora"
+            raise ValueError(f"lora: got {str(path)!r}; must be {rule}")
+    return chosen
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
@@ -158,6 +193,8 @@ def _run(job: _Job, output: Path) -> tuple[Any, dict[str, Path], str]:
     from ..pipelines import loading
     from ..pipelines.acceleration import current_report
     from ..pipelines.generation import generate as generate_clip
+    from ..pipelines.lora import load_lora
+    from ..pipelines.offload import offload_of
     from ..pipelines.sidecar import write_result
 
     typer.echo(f"loading {job.model} on {job.device}", err=True)
@@ -169,13 +206,28 @@ def _run(job: _Job, output: Path) -> tuple[Any, dict[str, Path], str]:
         recipe=job.recipe,
         image_to_video=with_image,
         allow_untrained=job.allow_untrained,
+        offload=job.offload,
+        size=_size_of(job),
     )
+    if (placed := offload_of(pipe)) is not None:
+        typer.echo(str(placed), err=True)
+    for choice in job.loras:
+        loaded = load_lora(pipe, choice)
+        for note in loaded.notes:
+            warnings.warn(f"lora {loaded.name}: {note}", stacklevel=2)
     pipe.set_progress_bar_config(disable=True)  # ours shows the same on every pipeline
     with StepProgress() as progress:
         result = generate_clip(pipe, job.request, on_step=progress.on_step)
     # --from-sidecar loads the same model again.
     paths = write_result(result, output, extra={"model": job.model, "allow_untrained": job.allow_untrained})
     return result, paths, str(current_report(pipe) or "no recipe: the model as it is")
+
+
+def _size_of(job: _Job) -> tuple[int, int, int] | None:
+    """Width, height and frames, where they can be known before the weights."""
+    known = {**DIFFUSERS_SIZE, **read_defaults(job.model)}
+    wanted = [getattr(job.request, name) or known[name] for name in ("width", "height", "num_frames")]
+    return int(wanted[0]), int(wanted[1]), int(wanted[2])
 
 
 class StepProgress:
@@ -226,4 +278,7 @@ def stage_table(stages: dict[str, Any]) -> str:
 def _render(report: dict[str, Any], recipe_table: str) -> str:
     """The three paths, the seed, the stage table and what was accelerated."""
     lines = [f"{name:<9}{report[name]}" for name in ("video", "sheet", "sidecar", "seed")]
+    for lora in report["loras"]:
+        changed = ", ".join(f"{count} modules of {part}" for part, count in lora["modules"].items())
+        lines.append(f"{'lora':<9}{lora['name']}, weight {lora['weight']:g}, {changed}")
     return "\n".join([*lines, "", stage_table(report["stages"]), "", recipe_table])

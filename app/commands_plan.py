@@ -12,7 +12,9 @@ GIB = 2**30
 
 
 def plan(
-    model: str = typer.Option(..., "--model", help="wan2.1-t2v-1.3b, wan2.2-t2v-a14b, ..., or a diffusers folder."),
+    model: str | None = typer.Option(
+        None, "--model", help="wan2.1-t2v-1.3b, wan2.2-t2v-a14b, ..., or a diffusers folder."
+    ),
     size: str = typer.Option("832x480x81", "--size", help="WIDTHxHEIGHTxFRAMES, as in 1280x720x81."),
     recipe: str = typer.Option("dense", "--recipe", help="A preset's name or a recipe file."),
     gpu: str | None = typer.Option(
@@ -26,10 +28,20 @@ def plan(
     swap_experts: bool = typer.Option(False, "--swap-experts", help="Only the expert that runs is on the GPU."),
     quantization: str | None = typer.Option(None, "--quantization", help="Mode instead of the recipe's, as in fp8."),
     compiled: bool = typer.Option(False, "--compiled", help="Time blocks that torch.compile has fused."),
+    published: bool = typer.Option(False, "--published", help="Instead: the planner beside figures of others."),
+    checkpoints: bool = typer.Option(False, "--checkpoints", help="Instead: published checkpoints on some cards."),
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON on stdout."),
 ) -> None:
     """Say what a clip takes on a card: memory by stage, seconds by a roofline, and settings that make it fit."""
+    if published or checkpoints:
+        typer.echo(tables(published, checkpoints), nl=False)
+        return
+    from ..core.config import require
     from ..pipelines.plan import Settings, make_plan, parse_size
+
+    rule = "given: a name or a diffusers folder"
+    require(model is not None, "model", model, rule)
+    assert model is not None
 
     settings = Settings(
         offload=offload, text_encoder="freed" if free_text_encoder else "resident", text_bits=text_bits,  # type: ignore[arg-type]
@@ -37,6 +49,20 @@ def plan(
     )  # fmt: skip
     made = make_plan(model, parse_size(size), recipe, gpu, settings, compiled=compiled)
     typer.echo(dump_json(made.to_dict()) if as_json else render(made), nl=not as_json)
+
+
+def tables(published: bool, checkpoints: bool) -> str:
+    """The tables of the documentation, in Markdown."""
+    made = []
+    if published:
+        from ..pipelines.plan_published import published_table
+
+        made.append(published_table())
+    if checkpoints:
+        from ..pipelines.plan_checkpoints import checkpoint_table, expectation_table
+
+        made += [checkpoint_table(), expectation_table()]
+    return "\n".join(made)
 
 
 def render(made: Any) -> str:

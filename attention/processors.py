@@ -308,6 +308,7 @@ def install(
     *,
     branch_state: dict[str, torch.Tensor] | None = None,
     generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
 ) -> InstalledAttention:
     """Compute the self-attention of `transformer` as `config` says. Cross-attention is left alone.
 
@@ -319,6 +320,7 @@ def install(
         config: the settings.
         branch_state: tensors of the branch, "blocks.N.attn1.linear_branch.X" for every layer; None starts fresh ones.
         generator: draws the fresh ones; by default one with a fixed seed, so that they are the same every time.
+        device: where it will run, if not where its weights are now, as with offloading.
 
     Raises:
         ConfigError: the transformer is not one this can handle or already has a backend installed, a dense layer does
@@ -335,13 +337,11 @@ def install(
     head_dim = int(transformer.config.attention_head_dim)  # type: ignore
     # The projections' own weights may be stored in a narrower type than they compute in; their outputs follow the norm.
     weight = transformer.blocks[0].attn1.norm_q.weight  # type: ignore
-    backend = checked_backend(
-        config, device=weight.device.type, dtype=str(weight.dtype).removeprefix("torch."), head_dim=head_dim
-    )
+    kind, dtype = torch.device(device or weight.device).type, str(weight.dtype).removeprefix("torch.")
+    backend = checked_backend(config, device=kind, dtype=dtype, head_dim=head_dim)
     auto = None
     if config.backend == AUTO:
-        dtype = str(weight.dtype).removeprefix("torch.")
-        auto = choose_backend(config, device=weight.device.type, dtype=dtype, head_dim=head_dim)
+        auto = choose_backend(config, device=kind, dtype=dtype, head_dim=head_dim)
     useful = config.branch == "none" or backend.constraints.sparse
     require(useful, "branch", config.branch, f"'none' with backend {config.backend!r}, which leaves nothing out")
     layers = [block.attn1 for block in transformer.blocks]  # type: ignore

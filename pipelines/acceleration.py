@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..attention.processors import InstalledAttention, install
 from ..core.config import ConfigError, require, to_dict
 from ..quantization import convert
@@ -119,6 +121,7 @@ def accelerate(
     allow_untrained: bool = False,
     hot_channels: Mapping[str, HotChannels] | None = None,
     branch_state: Mapping[str, dict[str, Any]] | None = None,
+    device: torch.device | str | None = None,
 ) -> AccelerationReport:
     """Changes self-attention and precision of every denoiser, and the scheduler where the recipe asks for it.
 
@@ -133,6 +136,8 @@ def accelerate(
         hot_channels: by denoiser, what `find_hot_channels` found; for recipes with `quantization.hot_channels`.
         branch_state: by denoiser, the tensors of a linear branch, as `InstalledAttention.branch_state` gives them; new
             ones where it is left out.
+        device: where it will run, if not where the weights are now: a pipeline that is to be offloaded is accelerated
+            in the memory of the CPU.
 
     Raises:
         ConfigError: the pipeline is accelerated already, has no denoiser, lacks the training that the recipe requires,
@@ -156,7 +161,8 @@ def accelerate(
     scheduler = build_scheduler(pipe.scheduler, recipe)
     try:
         for name, module in experts.items():
-            state.installed[name] = install(module, recipe.attention, branch_state=(branch_state or {}).get(name))
+            branch = (branch_state or {}).get(name)
+            state.installed[name] = install(module, recipe.attention, branch_state=branch, device=device)
             _quantize(name, module, state, (hot_channels or {}).get(name))
             state.hooks.append(_follow_steps(pipe, module, state))
         state.memory = install_memory(pipe, recipe.memory)

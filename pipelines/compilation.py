@@ -16,7 +16,11 @@ from ..core.config import require
 from ..quantization.config import QuantizationConfig
 from ..quantization.linear import ReplacedLinear
 
-COMPILE_MODES = ("none", "default", "max-autotune-no-cudagraphs")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Modes that also record CUDA graphs: for fixed sizes and weights that stay where they are. On other devices they are
+"default" and "max-autotune-no-cudagraphs".
+"""
+COMPILE_MODES = ("none", "default", "max-autotune-no-cudagraphs", *GRAPH_MODES)
 
 
 def check_compile(mode: str, quantization: QuantizationConfig) -> None:
@@ -39,6 +43,7 @@ class InstalledCompilation:
         self._seconds: list[float] = []
         self._graphs: list[int] = []
         self._start: tuple[float, int] | None = None
+        self._cached_before = _cached_graphs()
         for index, block in enumerate(self._blocks):
             free = block._compiled_call_impl is None and "forward" not in block.attn1.__dict__
             rule = "neither compiled nor wrapped: accelerate first, then enable offloading"
@@ -52,8 +57,9 @@ class InstalledCompilation:
         ]
 
     def report(self) -> dict[str, Any]:
-        """mode, blocks, graphs compiled, first_forward_seconds, forward_seconds (median of those that compiled
-        nothing) and first_clip_extra_seconds, what compiling cost so far; None where it was not measured yet.
+        """mode, blocks, graphs compiled, cached_graphs (of those, found on disk), first_forward_seconds,
+        forward_seconds (median of those that compiled nothing) and first_clip_extra_seconds, what compiling cost so
+        far; None where it was not measured yet.
         """
         compiling = [seconds for seconds, graphs in zip(self._seconds, self._graphs, strict=True) if graphs]
         settled = [seconds for seconds, graphs in zip(self._seconds, self._graphs, strict=True) if not graphs]
@@ -62,6 +68,7 @@ class InstalledCompilation:
             "mode": self.mode,
             "blocks": len(self._blocks),
             "graphs": sum(self._graphs),
+            "cached_graphs": _cached_graphs() - self._cached_before,
             "first_forward_seconds": self._seconds[0] if self._seconds else None,
             "forward_seconds": usual,
             "first_clip_extra_seconds": None if usual is None else sum(seconds - usual for seconds in compiling),
@@ -83,6 +90,9 @@ class InstalledCompilation:
             self._left_out.append(module)
 
     def _before(self, module: Any, *_: Any) -> None:
+        if self.mode in GRAPH_MODES:
+            # A new pass: what graphs of the one before left in their memory may be overwritten.
+            torch.compiler.cudagraph_mark_step_begin()
         self._start = (_now(module), _graphs())
 
     def _after(self, module: Any, *_: Any) -> None:
@@ -113,6 +123,13 @@ def _now(module: Any) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def _cached_graphs() -> int:
+    """Graphs whose code an earlier process left in the cache on disk."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_hit"])
 
 
 def _graphs() -> int:

@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 from ..core.config import require
 from .acceleration import current_report, state_of
 from .loading import as_image_to_video, as_text_to_video
+from .lora import describe_loras
 from .memory import InstalledMemory
 from .recipe import Recipe, SamplerConfig
 from .scheduling_few_step import FewStepScheduler
@@ -67,7 +68,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """Frames (uint8 [F, H, W, 3]), the request with every setting resolved, stage times, and the recipe's report."""
+    """Frames (uint8 [F, H, W, 3]), the request with every setting resolved, stage times, the recipe's report, and the
+    LoRAs that were at work as `describe_loras` gives them.
+    """
 
     frames: np.ndarray
     request: GenerationRequest
@@ -75,6 +78,7 @@ class GenerationResult:
     report: dict[str, Any] | None
     unknown_words: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    loras: tuple[dict[str, Any], ...] = ()
 
 
 def generate(
@@ -121,7 +125,8 @@ def generate(
     finally:
         pipe.maybe_free_model_hooks()
     report = current_report(pipe)
-    return GenerationResult(frames, request, timer.to_dict(), report.to_dict() if report else None, unknown, notes)
+    data, loras = report.to_dict() if report else None, tuple(describe_loras(pipe))
+    return GenerationResult(frames, request, timer.to_dict(), data, unknown, notes, loras)
 
 
 def resolve_request(pipe: Any, request: GenerationRequest, recipe: Recipe | None = None) -> GenerationRequest:

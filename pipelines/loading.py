@@ -21,6 +21,7 @@ from safetensors.torch import save_file as save_tensors
 
 from ..core.config import ConfigError, require, save_file
 from .acceleration import EXPERTS, accelerate, attach_state, state_of
+from .offload import MODES, place
 from .recipe import Recipe, resolve
 from .video_io import write_atomically
 
@@ -41,6 +42,8 @@ def load(
     recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
     image_to_video: bool = False,
     allow_untrained: bool = False,
+    offload: str = "none",
+    size: tuple[int, int, int] | None = None,
 ) -> Any:
     """Loads a Wan pipeline, attaches its defaults and applies its recipe.
 
@@ -51,14 +54,18 @@ def load(
         recipe: instead of the checkpoint's own; "dense" for none.
         image_to_video: give the image-to-video pipeline of the same weights.
         allow_untrained: see `accelerate`.
+        offload: where its parts lie while it runs, see `offload.place`; with any but "none" the whole is never on the
+            device at once.
+        size: width, height and frames that "auto" plans for.
 
     Raises:
-        ConfigError: no such folder, not a Wan pipeline, or broken files.
+        ConfigError: no such folder, not a Wan pipeline, broken files, or an offloading that it cannot have.
     """
     from ..core.devices import default_dtype, pick_device
 
     target = pick_device(str(device) if device is not None else None)
     dtype = dtype if dtype is not None else default_dtype(target)
+    require(offload in MODES, "offload", offload, f"one of {', '.join(MODES)}")
     folder = Path(path_or_id)
     looks_local = isinstance(path_or_id, Path) or folder.is_absolute() or len(folder.parts) != 2 or folder.exists()
     if looks_local and not (folder / "model_index.json").is_file():
@@ -70,7 +77,8 @@ def load(
         type(pipe).__name__,
         "a WanPipeline or a WanImageToVideoPipeline",
     )
-    pipe.to(target)
+    if offload == "none":
+        pipe.to(target)
     pipe.videospark_defaults = read_defaults(_side_file(path_or_id, DEFAULTS_FILE))
     if image_to_video:
         pipe = as_image_to_video(pipe)
@@ -78,7 +86,9 @@ def load(
     if chosen is not None:
         applied = resolve(chosen)
         branches = None if applied.attention.branch == "none" else _read_branches(path_or_id, pipe)
-        accelerate(pipe, applied, branch_state=branches, allow_untrained=allow_untrained)
+        accelerate(pipe, applied, branch_state=branches, allow_untrained=allow_untrained, device=target)
+    if offload != "none":
+        place(pipe, offload, target, size=size)
     return pipe
 
 

@@ -14,6 +14,7 @@ Compiled blocks are compiled with the hooks in place; loading, unloading and ano
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,16 @@ from .lora_files import Change, LoRAFile, read_lora, resolve_names
 from .lora_hooks import InstalledLoRAs, check_unfused, find, multiplies, state_of
 
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
+_READ_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class LoRAOrigin:
+    """Where a loaded LoRA came from: its file, the SHA-256 of that, and the expert that was asked for."""
+
+    path: str
+    sha256: str
+    expert: str
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,17 @@ def parse_choice(text: str) -> LoRAChoice:
     return LoRAChoice(Path(path), weight, expert)
 
 
+def check_choice(choice: LoRAChoice) -> LoRAChoice:
+    """The choice itself, with its file found and its keys read, before any model is loaded.
+
+    Raises:
+        ConfigError: see `read_lora`.
+        FileNotFoundError: no such file.
+    """
+    read_lora(choice.path)
+    return choice
+
+
 def load_lora(
     pipe: Any, lora: str | Path | LoRAChoice, weight: float = 1.0, *, expert: str = "auto", name: str | None = None
 ) -> LoRAReport:
@@ -125,9 +147,11 @@ def load_lora(
         notes.append(f"{len(unmatched)} modules of the file have no place in this model: {some(unmatched)}")
     if file.num_zero:
         notes.append(f"{file.num_zero} changes of the file are all zeros and left out")
+    origin = LoRAOrigin(str(file.path.resolve()), file_digest(file.path), choice.expert)
     for part, changes in fitted.items():
         if changes:
-            (state_of(denoisers[part]) or InstalledLoRAs(denoisers[part])).add(name, choice.weight, changes)
+            state = state_of(denoisers[part]) or InstalledLoRAs(denoisers[part])
+            state.add(name, choice.weight, changes, origin)
     counts = {part: len(changes) for part, changes in fitted.items()}
     return LoRAReport(name, choice.weight, counts, unmatched, list(dict.fromkeys(notes)))
 
@@ -167,6 +191,32 @@ def loaded_loras(pipe: Any) -> dict[str, dict[str, float]]:
     return {
         part: {name: weight for name, (weight, _) in state.adapters.items()} for part, state in states.items() if state
     }
+
+
+def describe_loras(pipe: Any) -> list[dict[str, Any]]:
+    """What is loaded, as plain data for reports: name, path, sha256, expert, weight, and by denoiser the number of
+    modules that it changes. Empty without a LoRA, and for an object that is no pipeline.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for part in EXPERTS.values():
+        module = getattr(pipe, part, None)
+        state = state_of(module) if isinstance(module, nn.Module) else None
+        for name, (weight, changes) in ({} if state is None else state.adapters).items():
+            assert state is not None
+            origin: LoRAOrigin = state.origins[name]
+            entry = {"name": name, "path": origin.path, "sha256": origin.sha256, "expert": origin.expert,
+                     "weight": weight, "modules": {}}  # fmt: skip
+            found.setdefault(name, entry)["modules"][part] = len(changes)
+    return list(found.values())
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _denoisers(pipe: Any) -> dict[str, nn.Module]:

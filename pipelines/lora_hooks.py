@@ -25,10 +25,12 @@ class InstalledLoRAs:
 
     Attributes:
         adapters: name -> weight and changes by module name.
+        origins: name -> what else a report says of it; see `lora.LoRAOrigin`.
     """
 
     def __init__(self, transformer: nn.Module) -> None:
         self.adapters: dict[str, tuple[float, dict[str, Change]]] = {}
+        self.origins: dict[str, Any] = {}
         self._transformer = transformer
         self._handles: list[Any] = []
         self._swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -40,14 +42,16 @@ class InstalledLoRAs:
         ]
         transformer.__dict__[_STATE] = self
 
-    def add(self, name: str, weight: float, changes: dict[str, Change]) -> None:
+    def add(self, name: str, weight: float, changes: dict[str, Change], origin: Any = None) -> None:
         """Take a LoRA in; `changes` are by module name of this transformer and fit it."""
         self.adapters[name] = (weight, changes)
+        self.origins[name] = origin
         self._forget()
 
     def drop(self, name: str) -> None:
         """Leave a LoRA out; with the last one the hooks of the transformer go."""
         self.adapters.pop(name, None)
+        self.origins.pop(name, None)
         self._forget()
         if not self.adapters:
             for hook in self._hooks:

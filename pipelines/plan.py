@@ -140,13 +140,14 @@ def make_plan(
         recipe: what accelerates it.
         gpu: a name of `plan_cards.CARDS`, "16gb" for a memory alone, None for the one in this machine.
         settings: how memory is saved; None for not at all.
-        compiled: whether the blocks are compiled, which fuses what is no product.
+        compiled: whether the blocks are compiled, which fuses what is no product; a recipe that compiles says so too.
 
     Raises:
         ConfigError: an unknown model, card or recipe, or a size that the model cannot make.
     """
     shape, card, plan_recipe = find_shape(model), find_card(gpu), resolve(recipe)
     settings = settings or Settings()
+    compiled = compiled or plan_recipe.compile != "none"
     clip = _checked_clip(shape, size)
     if settings.swap_experts:
         require(shape.experts == 2, "swap_experts", True, f"false: {shape.name} has one expert")

@@ -79,7 +79,7 @@ class Recipe:
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
-    compile: Literal["none", "default", "max-autotune-no-cudagraphs"] = "none"
+    compile: Literal["none", "default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"] = "none"
     requires: str | None = None
     description: str = ""
 

@@ -98,6 +98,7 @@ def _sidecar(result: GenerationResult, path: Path, stages: dict[str, Any]) -> di
         "notes": list(result.notes),
         "versions": versions(),
         "report": result.report,
+        "loras": [dict(lora) for lora in result.loras],
         "stages": stages,
     }
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +11,12 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from typer.testing import CliRunner
 
 from videospark.app.cli import app
-from videospark.attention.config import AttentionConfig, RoLAConfig, SLAConfig
+from videospark.attention.config import AttentionConfig, RoLAConfig
 from videospark.core.config import ConfigError
+from videospark.pipelines.convert.students import detect_format
 from videospark.pipelines.plan import Settings, make_plan, parse_size
 from videospark.pipelines.plan_cards import CARDS, find_card
+from videospark.pipelines.plan_checkpoints import CHECKPOINTS, RUN_BY_US, checkpoint_table, expectation_table
 from videospark.pipelines.plan_memory import GIB, transformer_bytes
 from videospark.pipelines.plan_models import (
     IMAGE_ENCODER_PARAMETERS,
@@ -22,7 +26,7 @@ from videospark.pipelines.plan_models import (
     kept_share,
     operations,
 )
-from videospark.pipelines.recipe import Recipe, SamplerConfig
+from videospark.pipelines.plan_published import MEMORY_LIMIT, TIME_LIMIT, published, published_table
 from videospark.quantization.config import QuantizationConfig
 
 VAE_22 = {
@@ -114,74 +118,47 @@ def test_kept_shares_are_those_of_the_table():
     assert kept_share(by_layer, 6400) == pytest.approx(0.75)
 
 
-def spark(keep, steps, **quantization):
-    sampler = SamplerConfig(num_inference_steps=steps, guidance_scale=1.0)
-    precision = QuantizationConfig(mode="fp8", fused=True, **quantization)
-    return Recipe("spark", attention=rola(keep), sampler=sampler, quantization=precision)
+PUBLISHED = published()
 
 
-def turbo():
-    attention = AttentionConfig(
-        backend="gather", keep_ratio=0.1, token_order="raster", branch="sla", block_size_q=128, sla=SLAConfig()
-    )
-    sampler = SamplerConfig(num_inference_steps=4, guidance_scale=1.0)
-    return Recipe(
-        "turbo", attention=attention, sampler=sampler, quantization=QuantizationConfig(mode="int8", fused=True)
-    )
-
-
-FREED = Settings(text_encoder="freed", vae_dtype="bfloat16")
-MEMORY = [
-    # what, published GiB, model, size, recipe, settings, stage, weights alone
-    ("SparkDiffusion 14B FP8, at rest", 13.8, "wan2.1-t2v-14b", "1280x720x81", spark(0.05, 3), FREED, "denoise", True),
-    ("the same, denoising", 21.3, "wan2.1-t2v-14b", "1280x720x81", spark(0.05, 3), FREED, "denoise", False),
-    ("the same, decoding", 23.4, "wan2.1-t2v-14b", "1280x720x81", spark(0.05, 3), FREED, "decode", False),
-    ("SparkDiffusion I2V 14B FP8", 27.9, "wan2.1-i2v-14b", "1248x720x81", spark(0.03, 4), FREED, "decode", False),
-    ("Wan 2.1 1.3B offloaded, 8.19 GB", 7.63, "wan2.1-t2v-1.3b", "832x480x81", "dense", Settings(offload="model"),
-     "decode", False),
-    ("umT5, 11 GB", 10.24, "wan2.1-t2v-1.3b", "832x480x81", "dense", Settings(offload="model"), "text", True),
-]  # fmt: skip
-TIMES = [
-    # what, published seconds, model, size, recipe, card, part, compiled
-    ("Wan 2.1 14B dense, RTX 5090, a pass", 47.7, "wan2.1-t2v-14b", "1280x720x81", "dense", "rtx5090", "pass", False),
-    ("Wan 2.1 1.3B dense, RTX 5090, a pass", 1.84, "wan2.1-t2v-1.3b", "832x480x81", "dense", "rtx5090", "pass", False),
-    ("Wan 2.2 I2V A14B dense, RTX 5090, a pass", 56.9, "wan2.2-i2v-a14b", "1280x720x81", "dense", "rtx5090", "pass",
-     False),
-    ("Wan 2.1 1.3B dense, RTX 4090, a step", 4.8, "wan2.1-t2v-1.3b", "832x480x81", "dense", "rtx4090", "step", False),
-    ("I2V 14B dense in diffusers, H100, a step", 9.77, "wan2.1-i2v-14b", "832x480x81", "dense", "h100", "step", False),
-    ("the same, RTX 4090D", 30.5, "wan2.1-i2v-14b", "832x480x81", "dense", "rtx4090d", "step", False),
-    ("SparkDiffusion 14B 95 %, RTX 5090, a step", 6.7, "wan2.1-t2v-14b", "1280x720x81", spark(0.05, 3), "rtx5090",
-     "step", True),
-    ("SparkDiffusion 14B 97 %", 6.1, "wan2.1-t2v-14b", "1280x720x81", spark(0.03, 4), "rtx5090", "step", True),
-    ("SparkDiffusion 1.3B 90 %", 0.445, "wan2.1-t2v-1.3b", "832x480x81", spark(0.1, 4), "rtx5090", "step", True),
-    ("TurboDiffusion 1.3B, RTX 5090, a step", 0.475, "wan2.1-t2v-1.3b", "832x480x81", turbo(), "rtx5090", "step", True),
-    ("decoding 720p, RTX 5090", 7.0, "wan2.1-t2v-14b", "1280x720x81", spark(0.05, 3), "rtx5090", "decode", True),
-    ("decoding 480p, RTX 5090", 3.0, "wan2.1-t2v-1.3b", "832x480x81", spark(0.1, 4), "rtx5090", "decode", True),
-]  # fmt: skip
-
-
-def planned_memory(row):
-    _, _, model, size, recipe, settings, stage, weights = row
-    plan = make_plan(model, parse_size(size), recipe, "80gb", settings)
-    found = {s.name: s for s in plan.stages}[stage]
-    return (found.weights if weights else found.gpu_peak) / GIB
-
-
-def planned_time(row):
-    _, _, model, size, recipe, card, part, compiled = row
-    times = make_plan(model, parse_size(size), recipe, card, FREED, compiled=compiled).times
-    return {"pass": times.step / 2, "step": times.step, "decode": times.decode}[part]
-
-
-@pytest.mark.parametrize("row", MEMORY, ids=lambda row: row[0])
-def test_memory_against_published_figures(row):
-    assert planned_memory(row) == pytest.approx(row[1], rel=0.15)
-
-
-@pytest.mark.parametrize("row", TIMES, ids=lambda row: row[0])
-def test_times_against_published_figures(row):
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.source}: {row.what}")
+def test_published_figures(row):
     # What is compared is arithmetic: nothing is timed here.
-    assert planned_time(row) == pytest.approx(row[1], rel=0.35)
+    limit = MEMORY_LIMIT if row.unit == "GiB" else TIME_LIMIT
+    assert abs(row.deviation()) <= limit, f"{row.planned():.3f} {row.unit}, published {row.value}"
+
+
+def test_enough_is_compared():
+    assert MEMORY_LIMIT == 0.15 and TIME_LIMIT == 0.35
+    assert sum(row.unit == "GiB" for row in PUBLISHED) >= 6 and sum(row.unit == "s" for row in PUBLISHED) >= 12
+
+
+@pytest.mark.parametrize(
+    ("name", "tables"),
+    [("real-weights.md", (published_table,)), ("models.md", (checkpoint_table, expectation_table))],
+)
+def test_the_tables_of_the_documents_are_those_of_the_planner(name, tables):
+    file = Path(__file__).resolve().parents[2] / "docs" / name
+    if not file.is_file():
+        pytest.skip("runs in a source tree only")
+    text = file.read_text(encoding="utf-8")
+    for table in tables:
+        assert table() in text, f"{name} is out of date: videospark plan --published --checkpoints"
+
+
+def test_every_checkpoint_is_a_model_with_a_recipe():
+    names = {entry.name for entry in CHECKPOINTS}
+    assert len(names) == len(CHECKPOINTS) and set(RUN_BY_US) <= names
+    assert {entry.model for entry in CHECKPOINTS} == set(MODELS)
+    for entry in CHECKPOINTS:
+        if entry.kind not in ("diffusers", "wan"):
+            assert detect_format(entry.name, ()) == entry.kind
+            assert entry.recipe().requires == "few-step"
+            steps = re.search(r"(\d)Step", entry.name)
+            assert entry.recipe().sampler.steps == (int(steps[1]) if steps else 3 if entry.kind == "fastvideo" else 4)
+        sparsity = re.search(r"(0\.\d+)Sparsity", entry.name)
+        if sparsity:
+            assert entry.recipe().attention.keep_ratio == pytest.approx(1 - float(sparsity[1]))
 
 
 def test_the_published_example_on_a_small_and_a_big_card():
@@ -272,3 +249,7 @@ def test_command_and_folder(tmp_path):
     named = json.loads(runner.invoke(app, ["plan", "--model", "wan2.1-t2v-1.3b", "--gpu", "rtx4090", "--json"]).stdout)
     assert folder["stages_gib"] == named["stages_gib"]
     assert runner.invoke(app, [*arguments[:-1], "rtx1"]).exit_code == 2
+    assert runner.invoke(app, ["plan"]).exit_code == 2
+    assert runner.invoke(app, ["plan", "--published"]).stdout == published_table()
+    both = runner.invoke(app, ["plan", "--checkpoints"]).stdout
+    assert checkpoint_table() in both and expectation_table() in both
