@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     from .config import AttentionConfig
 
-PREFERENCE = {"cuda": ("triton", "gather")}
-"""Sparse backends by device type, the best first; elsewhere `gather`, which runs everywhere. flex is never taken by
+PREFERENCE = {"cuda": ("triton", "gather"), "cpu": ("native", "gather")}
+"""Sparse backends by device type, the best first; elsewhere `gather`, which runs everywhere. On a CPU with AMX `gather`
+comes first: its products run on those units, which the C++ kernel does not use. flex is never taken by
 itself: its first call compiles, and in half precision it trains with one block size only."""
 
 LEAST_TOKENS = 1024
@@ -64,7 +65,10 @@ def choose_backend(config: AttentionConfig, *, device: str, dtype: str, head_dim
         ConfigError: none of the backends can run.
     """
     passed = []
-    for name in PREFERENCE.get(device, ("gather",)):
+    preference = PREFERENCE.get(device, ("gather",))
+    if device == "cpu" and _has_amx():
+        preference = tuple(sorted(preference, key=lambda name: name == "native"))
+    for name in preference:
         problems = get_backend(name).constraints.problems(config, device, dtype, head_dim)
         if problems:
             passed.append(f"{name} cannot run: {'; '.join(problems)}")
@@ -79,6 +83,12 @@ def choose_backend(config: AttentionConfig, *, device: str, dtype: str, head_dim
             text = f"dense below {below:,} tokens (computed from the operations saved, not measured)"
         return AutoChoice(name, below, f"{why}; {text}")
     raise ConfigError(f"backend: got {AUTO!r}; must be able to run one here: {'; '.join(passed)}")
+
+
+def _has_amx() -> bool:
+    import torch
+
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
 
 
 def computed_crossover(config: AttentionConfig, head_dim: int, longest: int = 2**18) -> int:

@@ -88,6 +88,7 @@ _BUILT_IN = {
     "dense": "dense",
     "flex": "block_sparse.flex",
     "gather": "block_sparse.gather",
+    "native": "block_sparse.native",
     "reference": "block_sparse.reference",
     "triton": "block_sparse.triton_backend",
     "triton_int8": "block_sparse.triton_backend",

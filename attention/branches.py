@@ -16,6 +16,7 @@ from torch import nn
 from ..core.config import ConfigError
 from .config import AttentionConfig
 from .context import ForwardContext
+from .parallel import Ulysses
 from .routing import BlockMap
 
 MODULE_NAME = "linear_branch"
@@ -38,6 +39,7 @@ class BranchInputs:
         heads: which heads of the layer these are.
         context: the forward pass.
         block_map: what the sparse softmax attended to, where the branch asked for it.
+        ranks: who holds the other tokens, where these are only a share of them (see `LinearBranch.takes_shares`).
     """
 
     sparse: torch.Tensor
@@ -51,6 +53,7 @@ class BranchInputs:
     heads: slice
     context: ForwardContext
     block_map: BlockMap | None = None
+    ranks: Ulysses | None = None
 
 
 class LinearBranch(nn.Module):
@@ -66,9 +69,16 @@ class LinearBranch(nn.Module):
         """Weight of the branch, float32 [batch, tokens, heads], from the layer's input [batch, tokens, heads x dim]."""
         return None
 
-    def kernel_choice(self, device: str) -> tuple[str, str]:
-        """What computes the branch on that type of device, "triton" or "torch", and why."""
+    def kernel_choice(self, device: str, dtype: torch.dtype) -> tuple[str, str]:
+        """What computes the branch on that type of device, "triton", "native" or "torch", and why."""
         raise NotImplementedError
+
+    def takes_shares(self, device: str, dtype: torch.dtype) -> bool:
+        """Whether ranks that each hold a share of the tokens, with all heads, can compute it by summing up alone.
+
+        Otherwise each rank gets all tokens with a share of the heads.
+        """
+        return False
 
     def forward(self, inputs: BranchInputs) -> torch.Tensor:
         """The merged output, like `inputs.sparse`."""

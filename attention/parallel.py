@@ -1,8 +1,9 @@
 """Ulysses context parallelism: every rank attends to the whole video with a share of the heads.
 
 Outside of attention each rank holds a share of the tokens (`enable_parallelism` of diffusers splits them before the
-first block and joins them after the last). Inside, an all-to-all swaps tokens for heads: routing, sparse attention and
-linear branch then see the whole sequence and need to know nothing of it.
+first block and joins them after the last). Inside, an all-to-all swaps tokens for heads: routing and sparse attention
+then see the whole sequence and need to know nothing of it. A linear branch stays with the own tokens where it can: one
+small matrix per head, its sum over the keys, is added up over the ranks.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ class Ulysses:
         """[batch, own tokens, ...] of every rank, joined: [batch, tokens, ...]."""
         out: torch.Tensor = _Gather.apply(tokens, self)  # type: ignore[no-untyped-call]
         return out
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of what every rank has, on all of them; not differentiable, for use inside a Function."""
+        total = part.contiguous().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
         """This rank's share of [batch, tokens, ...]."""
@@ -110,6 +117,4 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.ranks.group)
-        return ctx.ranks.own(total), None
+        return ctx.ranks.own(ctx.ranks.sum(grad)), None

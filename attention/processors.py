@@ -121,9 +121,13 @@ class SelfAttentionProcessor:
         branch = None if dense else self.branch
         gate = None if branch is None else branch.gate(hidden_states)
         heads = slice(0, attn.heads)
-        # Branches and ranks need queries and keys before the rotation.
+        # Only a branch that must see all tokens at once has to be given queries and keys before the rotation by all
+        # ranks; otherwise each rank rotates its own tokens.
+        whole = ranks is not None and branch is not None
+        whole = whole and not branch.takes_shares(hidden_states.device.type, hidden_states.dtype)
+        # Branches need queries and keys before the rotation.
         fused = attn.__dict__.get(FUSED_NORM_ROPE)
-        if fused is not None and branch is None and ranks is None and rotary_emb is not None:
+        if fused is not None and branch is None and rotary_emb is not None:
             rotated = tuple(
                 fused(norm, x, rotary_emb, attn.heads) for norm, x in ((attn.norm_q, query), (attn.norm_k, key))
             )
@@ -131,25 +135,31 @@ class SelfAttentionProcessor:
         else:
             query, key = attn.norm_q(query), attn.norm_k(key)
             query, key, value = (tensor.unflatten(2, (attn.heads, -1)) for tensor in (query, key, value))
-            if ranks is not None:
+            if whole:
                 heads, rotary_emb = ranks.heads_of(attn.heads), context.tables
                 query, key, value = (ranks.to_heads(tensor) for tensor in (query, key, value))
                 gate = None if gate is None else ranks.to_heads(gate)
             rotated = (query, key) if rotary_emb is None else (rotate(query, *rotary_emb), rotate(key, *rotary_emb))
         backend = self.dense if dense else self.backend
-        out = backend(rotated[0], rotated[1], value, context=context, config=self.state.config)
+        inputs = (*rotated, value)
+        if ranks is not None and not whole:
+            inputs = tuple(ranks.to_heads(tensor) for tensor in inputs)
+        out = backend(*inputs, context=context, config=self.state.config)
+        if ranks is not None and not whole:
+            out = ranks.to_tokens(out)
         if branch is not None:
             assert rotary_emb is not None, "a linear branch needs the rotary tables"
             block_map = context.maps.pop(self.layer, None)
             if branch.needs_block_map and block_map is None:
                 name = self.state.config.backend
                 raise RuntimeError(f"exclude_selected: backend {name!r} does not record which blocks it keeps")
+            shares = None if whole else ranks
             out = branch(
                 BranchInputs(
-                    out, query, key, value, rotated[0], rotated[1], gate, rotary_emb, heads, context, block_map
+                    out, query, key, value, rotated[0], rotated[1], gate, rotary_emb, heads, context, block_map, shares
                 )
             )
-        if ranks is not None:
+        if ranks is not None and whole:
             out = ranks.to_tokens(out)
         out = out.flatten(2, 3).type_as(query)
         for module in attn.to_out:
@@ -204,6 +214,7 @@ class InstalledAttention:
         self._configured = config
         self._branches = branches
         self._head_dim = int(transformer.config.attention_head_dim)  # type: ignore
+        self._dtype: torch.dtype = transformer.blocks[0].attn1.norm_q.weight.dtype  # type: ignore
         keep_maps = branches is not None and any(branch.needs_block_map for branch in branches.branches)
         self._state = _State(transformer, config, backend.constraints.sparse, keep_maps, auto)
         self._layers = [block.attn1 for block in transformer.blocks]  # type: ignore
@@ -239,7 +250,7 @@ class InstalledAttention:
 
         `layer`, `backend`, `keep_ratio`, `nominal_sparsity`; `actual_sparsity`, the share of token pairs left out, and
         `flop_sparsity`, the share of the operations saved with router and branch counted in, both of the latest forward
-        pass and None before the first; `branch`, and where there is one `branch_kernel` ("triton" or "torch"),
+        pass and None before the first; `branch`, and where there is one `branch_kernel` ("triton", "native", "torch"),
         `branch_kernel_reason` and `branch_weights` ("given" or "initial"). A layer that is dense by configuration has
         keep ratio 1 and no branch, and so has every layer once a video was too short; in a dense step only the two
         measured sparsities tell. With "auto" `backend` is what it stands for, and `backend_reason` says why.
@@ -267,7 +278,7 @@ class InstalledAttention:
     def _branch_row(self, branch: LinearBranch | None) -> dict[str, Any]:
         if branch is None or self._branches is None:
             return {}
-        kernel, reason = branch.kernel_choice(next(branch.parameters()).device.type)
+        kernel, reason = branch.kernel_choice(next(branch.parameters()).device.type, self._dtype)
         weights = "given" if self._branches.given else "initial"
         return {"branch_kernel": kernel, "branch_kernel_reason": reason, "branch_weights": weights}
 

@@ -4,6 +4,7 @@
 |---|---|---|
 | `scaled_mm`, scales inside | FP8 on tensor cores, both scales applied by the library | none |
 | `scaled_mm`, scales after | FP8 with scale one, for devices without row scales | scales and bias in float32 |
+| `int_mm`, native | INT8 into int32 on a CPU | scales and bias in float32, in one pass of C++ over each chunk |
 | `int_mm` | INT8 into int32 | scales and bias in float32, in chunks that stay in the cache on a CPU |
 | `reference` | float32 emulation, on any device | in float32 |
 """
@@ -19,9 +20,11 @@ import torch.nn.functional as F
 
 from ..core.config import ConfigError
 from ..core.numerics import relative_error
+from . import native
 from .primitives import Granularity, Number, QuantizedRows, quantize_rows, reference_product
 
-Multiply = Callable[[QuantizedRows, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.dtype], torch.Tensor]
+Multiply = Callable[..., torch.Tensor]
+Quantize = Callable[..., QuantizedRows]
 
 CPU_CHUNK_ROWS = 1024
 _CPU_CHUNK_ELEMENTS = 2**21
@@ -44,6 +47,8 @@ class Engine:
         multiply: as `reference_product`.
         row_multiple: activations are filled up with rows of zeros to a multiple of this.
         alignment: inputs and outputs of a layer must be multiples of this.
+        quantize: what brings activations to eight bits, as `quantize_rows`.
+        native: whether that is the C++ path, whose `multiply` takes the keywords of `native.int_mm`.
     """
 
     name: str
@@ -52,6 +57,22 @@ class Engine:
     multiply: Multiply
     row_multiple: int
     alignment: int
+    quantize: Quantize = quantize_rows
+    native: bool = False
+
+    def multiply_into(
+        self,
+        out: torch.Tensor,
+        rows: QuantizedRows,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> None:
+        """Write the product into `out` [num_rows, outputs]."""
+        if self.native:
+            self.multiply(rows, weight, weight_scale, bias, out.dtype, out=out)
+        else:
+            out.copy_(self.multiply(rows, weight, weight_scale, bias, out.dtype))
 
     def __str__(self) -> str:
         return f"{self.name} ({self.variant}): {self.reason}"
@@ -65,6 +86,7 @@ class _Candidate:
     numbers: tuple[str, ...]
     row_multiple_cuda: int = 1
     alignment: int = ALIGNMENT
+    native: bool = False
 
 
 def _plain_scaled_mm(
@@ -146,6 +168,7 @@ _CANDIDATES = (
     # Row-wise FP8 read past the end for row counts that 256 does not divide (pytorch#133334).
     _Candidate("scaled_mm", "scales inside", scaled_mm_inside, ("fp8",), row_multiple_cuda=256),
     _Candidate("scaled_mm", "scales after", scaled_mm_after, ("fp8",), row_multiple_cuda=16),
+    _Candidate("int_mm", "int32, then scales, native", native.int_mm, ("int8",), native=True),
     _Candidate("int_mm", "int32, then scales", int_mm, ("int8",), row_multiple_cuda=32),
     _Candidate("reference", "float32 emulation", reference_product, ("fp8", "int8"), alignment=1),
 )
@@ -177,7 +200,10 @@ def choose_engine(
             if failures:
                 reason += f"; before it {'; '.join(failures)}"
             multiple = candidate.row_multiple_cuda if device.type == "cuda" else 1
-            return Engine(candidate.name, candidate.variant, reason, candidate.multiply, multiple, candidate.alignment)
+            return Engine(
+                candidate.name, candidate.variant, reason, candidate.multiply, multiple, candidate.alignment,
+                native.quantize_rows if candidate.native else quantize_rows, candidate.native,
+            )  # fmt: skip
         failures.append(f"{candidate.name} ({candidate.variant}) {problem}")
     able = [
         candidate.name
@@ -204,7 +230,8 @@ def _probe(
     bias = torch.randn(48, generator=generator).to(device, dtype)
     try:
         multiple = candidate.row_multiple_cuda if device.type == "cuda" else 1
-        rows = quantize_rows(activations, number, granularity, row_multiple=multiple)
+        quantize = native.quantize_rows if candidate.native else quantize_rows
+        rows = quantize(activations, number, granularity, row_multiple=multiple)
         weight = quantize_rows(matrix, number, granularity)
         actual = candidate.multiply(rows, weight.values, weight.scale, bias, dtype)
         expected = reference_product(rows, weight.values, weight.scale, bias, torch.float32)

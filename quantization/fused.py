@@ -9,7 +9,8 @@
 | `quantize` | the quantization alone, for an input that several products share |
 
 Every function has a `_reference` in float32 with no rounding inside, a torch path that works in chunks of tokens which
-stay in the cache of a CPU, and a Triton kernel. What is quantized, with one scale per row, is the rounded y, so that a
+stay in the cache of a CPU, a C++ kernel for CPUs (`native`; the torch path takes the types that it lacks) and a Triton
+kernel. What is quantized, with one scale per row, is the rounded y, so that a
 product does not depend on whether the quantization before it was fused.
 
 Shapes: B batch, L tokens, D channels, H heads, d channels per head.
@@ -25,9 +26,10 @@ import torch
 import torch.nn.functional as F
 
 from ..core.config import ConfigError
+from . import native
 from .primitives import DTYPES, SCALE_FLOOR, Number, QuantizedRows, quantize_rows
 
-Path = Literal["torch", "triton"]
+Path = Literal["torch", "native", "triton"]
 
 _CPU_CHUNK_ELEMENTS = 2**19
 _TRITON_WIDTH_LIMIT = 16384
@@ -37,6 +39,9 @@ _TRITON_WIDTH_LIMIT = 16384
 @cache
 def available_path(device_type: str, width: int) -> tuple[Path, str]:
     """Which path runs on a device for rows of this width, and why."""
+    if device_type == "cpu":
+        reason = native.unavailable()
+        return ("native", "C++ kernels on the cpu") if reason is None else ("torch", f"no C++ kernels: {reason}")
     if device_type != "cuda":
         return "torch", f"no kernels for {device_type}"
     if width > _TRITON_WIDTH_LIMIT:
@@ -77,7 +82,7 @@ def layer_norm_modulate(
         affine: whether `scale` is a weight.
         number: eight-bit type of the quantized form, or None for none.
         row_multiple: as in `quantize_rows`.
-        path: "torch" or "triton".
+        path: "torch", "native" or "triton".
 
     Returns:
         y [B, L, D] in the dtype of x, and its rows [B L, D] in eight bits or None.
@@ -86,6 +91,8 @@ def layer_norm_modulate(
         from .triton_kernels import layer_norm_modulate as kernel
 
         return kernel(x, scale, shift, eps, affine=affine, number=number, row_multiple=row_multiple)
+    if path == "native" and native.fits(x, number):
+        return native.layer_norm_modulate(x, scale, shift, eps, affine=affine, number=number, row_multiple=row_multiple)
     y = torch.empty_like(x)
     collector = _RowCollector(x.shape[0] * x.shape[1], x.shape[2], number, row_multiple, x.device)
     for batch, tokens in _chunks(x):
@@ -115,6 +122,8 @@ def gelu_tanh(
         from .triton_kernels import gelu_tanh as kernel
 
         return kernel(x, number=number, row_multiple=row_multiple)
+    if path == "native" and native.fits(x, number):
+        return native.gelu_tanh(x, number=number, row_multiple=row_multiple)
     y = torch.empty_like(x)
     collector = _RowCollector(x.shape[0] * x.shape[1], x.shape[2], number, row_multiple, x.device)
     for batch, tokens in _chunks(x):
@@ -149,7 +158,7 @@ def rms_norm_rope(
         cos: [1, L, 1, d] with every angle twice, as diffusers keeps them; pairs are channels (2i, 2i + 1).
         sin: like `cos`.
         heads: H.
-        path: "torch" or "triton".
+        path: "torch", "native" or "triton".
 
     Returns:
         [B, L, H, d] in the dtype of x.
@@ -158,6 +167,8 @@ def rms_norm_rope(
         from .triton_kernels import rms_norm_rope as kernel
 
         return kernel(x, weight, eps, cos, sin, heads)
+    if path == "native" and native.fits(x):
+        return native.rms_norm_rope(x, weight, eps, cos, sin, heads)
     y = torch.empty_like(x)
     for batch, tokens in _chunks(x):
         normed = F.rms_norm(x[batch, tokens], (x.shape[-1],), weight, eps)
@@ -189,12 +200,14 @@ def residual_gate(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, *, 
         x: [B, L, D].
         update: [B, L, D].
         gate: float32 [B or 1, L or 1, D].
-        path: "torch" or "triton".
+        path: "torch", "native" or "triton".
     """
     if path == "triton":
         from .triton_kernels import residual_gate as kernel
 
         return kernel(x, update, gate)
+    if path == "native" and native.fits(x) and update.dtype == x.dtype:
+        return native.residual_gate(x, update, gate)
     y = torch.empty_like(x)
     for batch, tokens in _chunks(x):
         y[batch, tokens] = x[batch, tokens].float() + update[batch, tokens].float() * _part(gate, batch, tokens)
@@ -213,6 +226,8 @@ def quantize(x: torch.Tensor, number: Number, *, row_multiple: int = 1, path: Pa
         from .triton_kernels import quantize as kernel
 
         return kernel(flat, number, row_multiple=row_multiple)
+    if path == "native":
+        return native.quantize_rows(flat, number, row_multiple=row_multiple)
     return quantize_rows(flat, number, row_multiple=row_multiple)
 
 

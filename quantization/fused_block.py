@@ -13,7 +13,16 @@ from torch import nn
 
 from ..core.config import ConfigError, require
 from .engines import CPU_CHUNK_ROWS
-from .fused import Path, available_path, gelu_tanh, kernel_writes, layer_norm_modulate, residual_gate, rms_norm_rope
+from .fused import (
+    Path,
+    available_path,
+    gelu_tanh,
+    kernel_writes,
+    layer_norm_modulate,
+    quantize,
+    residual_gate,
+    rms_norm_rope,
+)
 from .linear import QuantizedLinear
 
 NORM_ROPE = "_videospark_norm_rope"
@@ -87,9 +96,15 @@ class FusedBlock:
         up, dropout, down = block.ffn.net[0].proj, block.ffn.net[1], block.ffn.net[2]
         number, multiple = _wanted((up,), x)
         y, rows = layer_norm_modulate(x, scale, shift, block.norm3.eps, number=number, row_multiple=multiple, path=path)
-        wide = _product(up, y, rows)
-        number, multiple = _wanted((down,), wide)
-        y, rows = gelu_tanh(wide, number=number, row_multiple=multiple, path=path)
+        if rows is not None and up.engine_on(x.device, x.dtype).native:
+            # The GELU is part of what scales the product.
+            y = _product(up, y, rows, gelu=True)
+            number, multiple = _wanted((down,), y)
+            rows = None if number is None else quantize(y, number, row_multiple=multiple, path=path)
+        else:
+            wide = _product(up, y, rows)
+            number, multiple = _wanted((down,), wide)
+            y, rows = gelu_tanh(wide, number=number, row_multiple=multiple, path=path)
         return residual_gate(x, _product(down, dropout(y), rows), gate, path=path)
 
     def norm_rope(self, norm: nn.RMSNorm, x: torch.Tensor, rotary_emb: Any, heads: int) -> torch.Tensor:
@@ -110,7 +125,7 @@ class InstalledFusion:
 
     @property
     def path(self) -> str:
-        """Either "torch" or "triton" on the device where the blocks are now, with the reason."""
+        """Which of "torch", "native" and "triton" runs on the device where the blocks are now, with the reason."""
         device = self._blocks[0].block.scale_shift_table.device
         path, reason = available_path(device.type, self._blocks[0].widest)
         return f"{path} ({reason})"
@@ -178,12 +193,12 @@ def _wanted(layers: tuple[Any, ...], x: torch.Tensor) -> tuple[Any, int]:
     return first.number, first.engine_on(x.device, x.dtype).row_multiple
 
 
-def _product(layer: Any, y: torch.Tensor, rows: Any) -> torch.Tensor:
+def _product(layer: Any, y: torch.Tensor, rows: Any, **options: bool) -> torch.Tensor:
     if rows is None:
         out: torch.Tensor = layer(y)
         return out
     layer.check_input(rows)
-    product: torch.Tensor = layer.multiply(rows, layer.engine_on(y.device, y.dtype), y.dtype)
+    product: torch.Tensor = layer.multiply(rows, layer.engine_on(y.device, y.dtype), y.dtype, **options)
     return product.reshape(*y.shape[:-1], layer.out_features)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from ..core.config import ConfigError
 from .config import QuantizationConfig
 from .engines import CPU_CHUNK_ROWS, Engine, choose_engine
-from .primitives import DTYPES, QuantizedRows, quantize_rows, quantize_weight
+from .primitives import DTYPES, QuantizedRows, quantize_weight
 
 
 class StepControl:
@@ -203,7 +203,8 @@ class QuantizedLinear(ReplacedLinear):
             # Chunk by chunk, so that what is quantized is still in the cache when it is multiplied.
             out = torch.empty(flat.shape[0], self.out_features, dtype=x.dtype)
             for part, target in zip(flat.split(CPU_CHUNK_ROWS), out.split(CPU_CHUNK_ROWS), strict=True):
-                target.copy_(self.multiply(self.quantize_input(part, engine), engine, x.dtype))
+                rows = self.quantize_input(part, engine)
+                engine.multiply_into(target, rows, self.weight, self.weight_scale, self.bias)
         else:
             out = self.multiply(self.quantize_input(flat, engine), engine, x.dtype)
         out = self.add_hot(flat, out)
@@ -224,7 +225,7 @@ class QuantizedLinear(ReplacedLinear):
                 stay in their rows of the result.
         """
         cold = flat if self.hot_index is None else flat.index_fill(1, self.hot_index, 0.0)
-        rows = quantize_rows(cold, self.number, self.granularity, row_multiple=engine.row_multiple)
+        rows = engine.quantize(cold, self.number, self.granularity, row_multiple=engine.row_multiple)
         self.check_input(rows)
         return rows
 
@@ -236,9 +237,9 @@ class QuantizedLinear(ReplacedLinear):
             bad = int((~torch.isfinite(rows.scale)).sum())
             raise FloatingPointError(f"{self.layer_name or 'layer'}: NaN or infinity in {bad} rows of the input")
 
-    def multiply(self, rows: QuantizedRows, engine: Engine, dtype: torch.dtype) -> torch.Tensor:
-        """Quantized activations -> [rows, out_features], without the hot channels."""
-        return engine.multiply(rows, self.weight, self.weight_scale, self.bias, dtype)
+    def multiply(self, rows: QuantizedRows, engine: Engine, dtype: torch.dtype, **options: bool) -> torch.Tensor:
+        """Quantized activations -> [rows, out_features], without the hot channels; options are those of the engine."""
+        return engine.multiply(rows, self.weight, self.weight_scale, self.bias, dtype, **options)
 
     def add_hot(self, flat: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Add what the hot channels contribute, multiplied in the dtype of the model."""

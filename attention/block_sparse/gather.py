@@ -50,7 +50,7 @@ def gather_attention(
     if chunk_elements is None:
         chunk_elements = CPU_CHUNK_ELEMENTS if query.device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS
     query, key = query.to(value.dtype), key.to(value.dtype)
-    out: torch.Tensor = _GatherAttention.apply(query, key, value, block_map, chunk_elements)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = GatherAttention.apply(query, key, value, block_map, chunk_elements)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -77,7 +77,7 @@ class GatherBackend:
         return gather_attention(query, key, value, chosen)
 
 
-class _GatherAttention(torch.autograd.Function):
+class GatherAttention(torch.autograd.Function):
     """Forward: P = softmax(scale Q K^T) over the kept keys, O = P V. Backward: dS = P o (dP - rowsum(P o dP))."""
 
     @staticmethod

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ..parallel import Ulysses
 from ..routing import BlockMap
 from .reference import DENOMINATOR_EPS, MATCH_EPS, feature_map
 
@@ -44,14 +45,16 @@ class LinearForm:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a pass needs besides the tensors that have gradients."""
+    """What a pass needs besides the tensors that have gradients: `length` tokens here, `total` on all ranks."""
 
     form: LinearForm
     length: int
+    total: int
     chunk: int
     cos: torch.Tensor | None
     sin: torch.Tensor | None
     excluded: BlockMap | None
+    ranks: Ulysses | None
 
     def angles(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.cos is None or self.sin is None:
@@ -80,6 +83,7 @@ def linear_branch(
     out_weight: torch.Tensor | None = None,
     out_bias: torch.Tensor | None = None,
     excluded: BlockMap | None = None,
+    ranks: Ulysses | None = None,
     chunk_elements: int | None = None,
 ) -> torch.Tensor:
     """sparse + gate * size * (N(O_l) W^T + bias); differentiable once.
@@ -98,6 +102,8 @@ def linear_branch(
         out_weight: W [head_dim, head_dim], or None.
         out_bias: [head_dim], or None.
         excluded: the pairs that the sum over the keys leaves out; None for the sum over all.
+        ranks: who holds the other tokens where these are a share of them; no pairs can be left out then. The sums over
+            the keys and their gradients are exchanged, the gradients of the maps are those of the own tokens.
         chunk_elements: numbers in the largest temporary of a chunk; by default set by the device.
 
     Returns:
@@ -111,7 +117,8 @@ def linear_branch(
         map_q, map_k = (torch.cat((each[..., 0::2, :], each[..., 1::2, :]), dim=-2) for each in (map_q, map_k))
     widest = head_dim if map_q is None else max(head_dim, map_q.shape[-2])
     chunk = max(1, chunk_elements // (batch * heads * widest))
-    plan = _Plan(form, length, chunk, cos, sin, excluded)
+    assert ranks is None or excluded is None, "blocks are left out among all tokens"
+    plan = _Plan(form, length, length * (1 if ranks is None else ranks.degree), chunk, cos, sin, excluded, ranks)
     query, key = query.to(value.dtype), key.to(value.dtype)
     out: torch.Tensor = _LinearBranch.apply(  # type: ignore[no-untyped-call]
         plan, query, key, value, sparse, gate, map_q, map_k, out_weight, out_bias
@@ -125,7 +132,7 @@ class _LinearBranch(torch.autograd.Function):
         query, key, value, sparse, gate, map_q, map_k, out_weight, out_bias = tensors
         assert query is not None and key is not None and value is not None and sparse is not None
         with torch.autocast(query.device.type, enabled=False):
-            summary, features = _sum_over_keys(plan, key, value, map_k)
+            summary, features = (_of_all_ranks(plan, part) for part in _sum_over_keys(plan, key, value, map_k))
             out = torch.empty_like(sparse)
             for tokens in plan.chunks(_query_block(plan)):
                 own = _summary_of(plan, summary, tokens), _summary_of(plan, features, tokens)
@@ -165,6 +172,7 @@ class _LinearBranch(torch.autograd.Function):
                 for place, part in zip((5, 7, 8), parts[5:], strict=True):
                     _add(grads[place], part)
             if keys_need:
+                grad_summary, grad_features = (_of_all_ranks(plan, part) for part in (grad_summary, grad_features))
                 _backward_of_keys(plan, (key, value, map_k), grads, needs, grad_summary, grad_features)
         typed = (None if grad is None else grad.to(each.dtype) for grad, each in zip(grads, tensors, strict=True))
         return (None, *typed)
@@ -243,10 +251,10 @@ def _key_summary(
     blocks = 1 if plan.excluded is None else -(-key.shape[1] // plan.excluded.block_size_k)
     size = key.shape[1] if plan.excluded is None else plan.excluded.block_size_k
     values = _in_blocks(value.to(rotated.dtype).transpose(1, 2), blocks, size)
-    summary = _in_blocks(rotated, blocks, size).transpose(-1, -2) @ values / plan.length
+    summary = _in_blocks(rotated, blocks, size).transpose(-1, -2) @ values / plan.total
     if plan.form.normalizer != "denominator":
         return summary, None
-    return summary, _in_blocks(plain, blocks, size).sum(dim=-2).unsqueeze(-1) / plan.length
+    return summary, _in_blocks(plain, blocks, size).sum(dim=-2).unsqueeze(-1) / plan.total
 
 
 def _merged(
@@ -266,12 +274,12 @@ def _merged(
     out = _from_queries(plan, rotated, summary, query.dtype)
     if plan.form.normalizer == "rms":
         # The root mean square of the published form is taken before the division by the number of tokens.
-        eps = torch.finfo(query.dtype).eps / plan.length**2
+        eps = torch.finfo(query.dtype).eps / plan.total**2
         out = out * torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + eps)
     elif plan.form.normalizer == "denominator":
         assert features is not None
         total = _from_queries(plan, plain, features, plain.dtype)
-        out = out / (total + DENOMINATOR_EPS / plan.length)
+        out = out / (total + DENOMINATOR_EPS / plan.total)
     if out_weight is not None:
         out = F.linear(out, out_weight.to(out.dtype), None if out_bias is None else out_bias.to(out.dtype))
     wide = sparse.to(out.dtype)
@@ -320,6 +328,10 @@ def _sum_over_keys(
     if sums_of[0] is None:
         return summary, None
     return summary, torch.cat((*sums_of, sum(part.sum(dim=2, keepdim=True) for part in sums_of)), dim=2)
+
+
+def _of_all_ranks(plan: _Plan, part: torch.Tensor | None) -> torch.Tensor | None:
+    return part if part is None or plan.ranks is None else plan.ranks.sum(part)
 
 
 def _summary_of(plan: _Plan, summary: torch.Tensor | None, tokens: slice) -> torch.Tensor | None:

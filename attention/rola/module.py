@@ -10,6 +10,7 @@ from torch import nn
 
 from ..branches import BranchInputs, LinearBranch, Weight
 from ..config import RoLAConfig
+from . import native
 from .frequencies import select_columns, tables_from_model, tables_from_rounded_angles
 from .fused import LinearForm, linear_branch
 
@@ -56,8 +57,10 @@ class RoLABranch(LinearBranch):
         gate = logit.sigmoid()
         return gate * self.output_scale.float().flatten() if self.config.merge == "scaled" else gate
 
-    def kernel_choice(self, device: str) -> tuple[str, str]:
-        """ "triton" on CUDA where its kernels know this form, else "torch"; and why."""
+    def kernel_choice(self, device: str, dtype: torch.dtype) -> tuple[str, str]:
+        """ "triton" on CUDA, "native" for bfloat16 on CPUs, if those kernels know this form; else "torch"; and why."""
+        if device == "cpu":
+            return self._cpu_choice(dtype)
         if device != "cuda":
             return "torch", f"the device is {device}"
         faults = [
@@ -75,13 +78,37 @@ class RoLABranch(LinearBranch):
             return "torch", f"the Triton kernels do not know {', '.join(faults)}"
         return "triton", "the device is cuda"
 
+    def _cpu_choice(self, dtype: torch.dtype) -> tuple[str, str]:
+        faults = [
+            text
+            for fault, text in (
+                (dtype != torch.bfloat16, str(dtype).removeprefix("torch.")),
+                (self.config.rank % native.STEP, f"rank {self.config.rank}"),
+                (self.head_dim % native.STEP, f"head size {self.head_dim}"),
+                (self.config.feature_map not in native.FEATURES, f"feature_map {self.config.feature_map!r}"),
+                (self.config.normalizer not in native.NORMALIZERS, f"normalizer {self.config.normalizer!r}"),
+                (self.config.exclude_selected, "exclude_selected"),
+            )
+            if fault
+        ]
+        if faults:
+            return "torch", f"the C++ kernel does not know {', '.join(faults)}"
+        reason = native.unavailable()
+        return ("native", "a CPU with AVX-512 BF16; with gradients torch") if reason is None else ("torch", reason)
+
+    def takes_shares(self, device: str, dtype: torch.dtype) -> bool:
+        """Outside of CUDA where no block is left out: the sum over the keys is then all that ranks exchange."""
+        return self.kernel_choice(device, dtype)[0] != "triton" and not self.config.exclude_selected
+
     def tables(self, inputs: BranchInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the pairs of features, float32 [tokens, rank / 2]; made once per forward pass."""
+        """cos and sin of the pairs of features, float32 [own tokens, rank / 2]; made once per forward pass."""
         context, device = inputs.context, inputs.query.device
         key = ("rola", self.columns, self.config.angle_dtype, device)
         if key not in context.cache:
             if self.config.angle_dtype == "bfloat16":
                 made = tables_from_rounded_angles(context.grid, context.order, self.head_dim, self.columns, device)
+                if inputs.ranks is not None:
+                    made = (inputs.ranks.own(made[0][None])[0], inputs.ranks.own(made[1][None])[0])
             else:
                 made = tables_from_model(*inputs.rotary, self.columns)
             context.cache[key] = made
@@ -95,7 +122,13 @@ class RoLABranch(LinearBranch):
         if self.config.per_head_maps:
             maps = (maps[0][inputs.heads], maps[1][inputs.heads])
         assert inputs.gate is not None
-        if self.kernel_choice(inputs.query.device.type)[0] == "triton":
+        kernel, _ = self.kernel_choice(inputs.query.device.type, inputs.value.dtype)
+        if kernel == "native" and not self._wants_gradients(inputs):
+            return native.rola_native(
+                self.form, inputs.sparse, inputs.query.to(inputs.value.dtype), inputs.key.to(inputs.value.dtype),
+                inputs.value, inputs.gate, *maps, cos, sin, inputs.ranks,
+            )  # fmt: skip
+        if kernel == "triton":
             from .triton_branch import rola_triton
 
             return rola_triton(
@@ -113,4 +146,9 @@ class RoLABranch(LinearBranch):
             cos=cos,
             sin=sin,
             excluded=inputs.block_map if self.config.exclude_selected else None,
+            ranks=inputs.ranks,
         )
+
+    def _wants_gradients(self, inputs: BranchInputs) -> bool:
+        tensors = (inputs.sparse, inputs.query, inputs.key, inputs.value, *self.parameters())
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -32,9 +32,13 @@ class SLABranch(LinearBranch):
         self.form = LinearForm(config.feature_map, "denominator", matched=False)
         self.proj = _Projection(head_dim)
 
-    def kernel_choice(self, device: str) -> tuple[str, str]:
+    def kernel_choice(self, device: str, dtype: torch.dtype) -> tuple[str, str]:
         """Always "torch"."""
-        return "torch", "SLA has no Triton kernels"
+        return "torch", "SLA has no kernels of its own"
+
+    def takes_shares(self, device: str, dtype: torch.dtype) -> bool:
+        """Where no block is left out: the sums over the keys are then all that ranks exchange."""
+        return not self.config.exclude_selected
 
     def forward(self, inputs: BranchInputs) -> torch.Tensor:
         """The merged output, like `inputs.sparse`."""
@@ -47,4 +51,5 @@ class SLABranch(LinearBranch):
             out_weight=self.proj.weight,
             out_bias=self.proj.bias,
             excluded=inputs.block_map if self.config.exclude_selected else None,
+            ranks=inputs.ranks,
         )

@@ -9,6 +9,7 @@ import torch
 from videospark.attention import backends as backends_module
 from videospark.attention import register_backend
 from videospark.attention.backends import BackendConstraints
+from videospark.attention.block_sparse import native
 from videospark.attention.block_sparse.choice import choose_blocks
 from videospark.attention.block_sparse.reference import reference_attention
 from videospark.attention.testing import ConformanceError, check_backend
@@ -27,6 +28,13 @@ def needs_triton():
 def test_backend_conforms(name):
     report = check_backend(name, device=DEVICE)
     assert len(report.findings) > 50 and not report.skipped
+
+
+def test_native_conforms():
+    if native.unavailable():
+        pytest.skip(native.unavailable()[0])
+    report = check_backend("native", dtypes=("bfloat16",))
+    assert len(report.findings) > 20 and not report.skipped
 
 
 # The interpreter takes its time: without a GPU the short list is the everyday one.

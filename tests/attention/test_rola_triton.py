@@ -180,7 +180,7 @@ def test_the_branch_of_a_layer_runs_on_the_kernels(monkeypatch):
     rotary = angles.cos().float(), angles.sin().float()
     outputs = []
     for kind in ("torch", "triton"):
-        monkeypatch.setattr(RoLABranch, "kernel_choice", lambda self, device, kind=kind: (kind, "test"))
+        monkeypatch.setattr(RoLABranch, "kernel_choice", lambda self, device, dtype, kind=kind: (kind, "test"))
         context = ForwardContext(TokenGrid(3, 3, 5))
         made = BranchInputs(
             sparse, query, key, value, query, key, branch.gate(hidden), rotary, slice(0, HEADS), context

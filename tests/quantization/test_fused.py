@@ -8,7 +8,7 @@ from videospark.attention.config import AttentionConfig
 from videospark.attention.processors import install
 from videospark.core.config import ConfigError
 from videospark.core.numerics import relative_error, three_way
-from videospark.quantization import QuantizationConfig, fused, quantize_
+from videospark.quantization import QuantizationConfig, fused, native, quantize_
 from videospark.quantization.fused_block import NORM_ROPE, check_fused_blocks
 from videospark.quantization.primitives import quantize_rows
 
@@ -22,9 +22,15 @@ def gaussian(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.fixture(params=[2**19, 100], ids=["whole", "chunked"])
-def chunk(request, monkeypatch):
-    monkeypatch.setattr(fused, "_CPU_CHUNK_ELEMENTS", request.param)
+@pytest.fixture(params=["whole", "chunked", "native"])
+def path(request, monkeypatch):
+    """The torch path with all tokens at once and in chunks, and the C++ kernels."""
+    if request.param == "native":
+        if native.unavailable():
+            pytest.skip(native.unavailable())
+        return "native"
+    monkeypatch.setattr(fused, "_CPU_CHUNK_ELEMENTS", {"whole": 2**19, "chunked": 100}[request.param])
+    return "torch"
 
 
 def same_rows(actual, wanted):
@@ -44,24 +50,25 @@ def factors(batch, length, width, kind):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["all", "batch", "token"])
 @pytest.mark.parametrize("affine", [False, True])
-def test_layer_norm_and_modulation(chunk, dtype, shape, kind, affine):
+def test_layer_norm_and_modulation(path, dtype, shape, kind, affine):
     x = gaussian(*shape, dtype=dtype) * 3 + 1
     scale, shift = factors(*shape, kind)
-    actual, rows = fused.layer_norm_modulate(x, scale, shift, 1e-6, affine=affine, number="int8", row_multiple=8)
+    options = {"affine": affine, "path": path}
+    actual, rows = fused.layer_norm_modulate(x, scale, shift, 1e-6, number="int8", row_multiple=8, **options)
     wanted = fused.layer_norm_modulate_reference(x, scale, shift, 1e-6, affine=affine)
     plain = F.layer_norm(x, shape[-1:], eps=1e-6) * (scale if affine else 1 + scale).to(dtype) + shift.to(dtype)
     assert actual.dtype == dtype and actual.shape == shape
     assert (result := three_way(actual, plain, wanted)), result.message
     assert same_rows(rows, quantize_rows(actual.flatten(0, 1), "int8", row_multiple=8))
-    assert fused.layer_norm_modulate(x, scale, shift, 1e-6, affine=affine)[1] is None
+    assert fused.layer_norm_modulate(x, scale, shift, 1e-6, **options)[1] is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("number", ["fp8", "int8"])
-def test_gelu(chunk, dtype, shape, number):
+def test_gelu(path, dtype, shape, number):
     x = gaussian(*shape, dtype=dtype) * 3
-    actual, rows = fused.gelu_tanh(x, number=number)
+    actual, rows = fused.gelu_tanh(x, number=number, path=path)
     assert actual.dtype == dtype
     assert (result := three_way(actual, F.gelu(x, approximate="tanh"), fused.gelu_tanh_reference(x))), result.message
     assert same_rows(rows, quantize_rows(actual.flatten(0, 1), number))
@@ -69,42 +76,51 @@ def test_gelu(chunk, dtype, shape, number):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape,heads", [((1, 1, 12), 3), ((2, 9, 64), 2), ((1, 33, 80), 5)])
-def test_norm_and_rotation(chunk, dtype, shape, heads):
+def test_norm_and_rotation(path, dtype, shape, heads):
     x, weight = gaussian(*shape, dtype=dtype) * 4, gaussian(shape[-1], seed=3, dtype=dtype)
     width = shape[-1] // heads
     angles = (gaussian(1, shape[1], 1, width // 2, seed=9) * 6).repeat_interleave(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
-    actual = fused.rms_norm_rope(x, weight, 1e-6, cos, sin, heads)
+    actual = fused.rms_norm_rope(x, weight, 1e-6, cos, sin, heads, path=path)
     wanted = fused.rms_norm_rope_reference(x, weight, 1e-6, cos, sin, heads)
     normed = F.rms_norm(x, shape[-1:], weight, 1e-6).unflatten(-1, (heads, -1))
     even, odd = normed[..., 0::2], normed[..., 1::2]
     c, s = cos[..., 0::2].to(dtype), sin[..., 1::2].to(dtype)
     plain = torch.stack((even * c - odd * s, even * s + odd * c), dim=-1).flatten(-2)
     assert actual.shape == (*shape[:2], heads, width) and actual.dtype == dtype
-    assert (result := three_way(actual, plain, wanted)), result.message
+    # Of a dozen float32 numbers the plain form may by chance get all but one bit right.
+    close = relative_error(actual, wanted) < 2e-7
+    assert close or (result := three_way(actual, plain, wanted)), result.message
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["all", "batch", "token"])
-def test_residual_and_gate(chunk, dtype, shape, kind):
+def test_residual_and_gate(path, dtype, shape, kind):
     x, update, (gate, _) = gaussian(*shape, dtype=dtype), gaussian(*shape, seed=1, dtype=dtype), factors(*shape, kind)
-    actual = fused.residual_gate(x, update, gate)
+    actual = fused.residual_gate(x, update, gate, path=path)
     plain = x + update * gate.to(dtype)
     assert (result := three_way(actual, plain, fused.residual_gate_reference(x, update, gate))), result.message
 
 
-def test_broken_rows_stay_broken():
+@pytest.mark.parametrize("broken", ["inf", "-inf", "nan"])
+def test_broken_rows_stay_broken(path, broken):
     x = gaussian(1, 3, 16)
-    x[0, 1, 2] = float("inf")
-    _, rows = fused.gelu_tanh(x, number="int8")
-    assert torch.isfinite(rows.scale).flatten().tolist() == [True, False, True]
-    flat = fused.quantize(x, "int8")
+    x[0, 1, 2] = float(broken)
+    y, rows = fused.gelu_tanh(x, number="int8", path=path)
+    # GELU makes nothing of minus infinity.
+    assert torch.isfinite(rows.scale).flatten().tolist() == torch.isfinite(y).all(-1).flatten().tolist()
+    assert torch.isfinite(y[0, 0]).all() and (broken == "-inf" or not torch.isfinite(y[0, 1, 2]))
+    flat = fused.quantize(x, "int8", path=path)
     assert torch.isfinite(flat.scale).flatten().tolist() == [True, False, True]
 
 
-def test_the_path_says_why():
-    assert fused.available_path("cpu", 1536) == ("torch", "no kernels for cpu")
+@pytest.mark.parametrize("reason,path", [(None, "native"), ("no C++ compiler", "torch")])
+def test_the_path_says_why(reason, path, monkeypatch):
+    monkeypatch.setattr(native, "unavailable", lambda: reason)
+    chosen, why = fused.available_path.__wrapped__("cpu", 1536)
+    assert chosen == path and (reason or "C++ kernels") in why
+    assert fused.available_path("mps", 1536) == ("torch", "no kernels for mps")
     assert fused.available_path("cuda", 20000)[0] == "torch"
 
 

@@ -1,0 +1,120 @@
+"""Block-sparse attention by a C++ kernel, for CPUs that multiply bfloat16 with AVX-512.
+
+Kept blocks are read where they lie instead of being gathered, and scores never leave the cache of a core; see
+`native_kernels.cpp`. The backward pass is that of `gather`. The kernel is compiled on the first use, in seconds, and
+kept; where that cannot be done, or the processor lacks the instructions, the backend says so and `gather` stands in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.native import NativeBuildError, load
+from ..backends import BackendConstraints, register_backend
+from ..config import AttentionConfig
+from ..context import ForwardContext
+from ..routing import BlockMap
+from .choice import choose_blocks
+from .gather import CPU_CHUNK_ELEMENTS, GatherAttention
+
+SOURCE = Path(__file__).with_name("native_kernels.cpp")
+HEAD_DIMS = tuple(range(16, 257, 16))
+
+
+@functools.cache
+def unavailable() -> tuple[str, ...]:
+    """Why the kernel cannot run in this process; empty if it can."""
+    if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
+        return ("this processor has no AVX-512 BF16",)
+    try:
+        load(SOURCE)
+    except NativeBuildError as error:
+        return (str(error),)
+    return ()
+
+
+def native_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_map: BlockMap) -> torch.Tensor:
+    """Softmax attention over the pairs of `block_map`; differentiable once.
+
+    Args:
+        query: bfloat16 [batch, length_q, heads, head_dim] on the CPU, head_dim one of `HEAD_DIMS`.
+        key: [batch, length_k, heads, head_dim]; other dtypes are cast to that of `value`.
+        value: likewise.
+        block_map: kept blocks, in sizes that are multiples of 16.
+
+    Returns:
+        bfloat16 [batch, length_q, heads, head_dim]. Sums are float32, weights bfloat16.
+
+    Raises:
+        NativeBuildError: there is no kernel here; see `unavailable`.
+        MemoryError: it could not get its working memory, that of two heads' keys and a few hundred KiB per thread.
+    """
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    out: torch.Tensor = _NativeAttention.apply(query, key, value, block_map, CPU_CHUNK_ELEMENTS)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Constraints(BackendConstraints):
+    def problems(self, config: AttentionConfig, device: str, dtype: str, head_dim: int) -> list[str]:
+        # Asked last, as it may compile.
+        return super().problems(config, device, dtype, head_dim) or list(unavailable())
+
+
+@register_backend("native")
+class NativeBackend:
+    """The C++ kernel; bfloat16 on CPUs."""
+
+    constraints = _Constraints(devices=("cpu",), dtypes=("bfloat16",), head_dims=HEAD_DIMS)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        context: ForwardContext,
+        config: AttentionConfig,
+    ) -> torch.Tensor:
+        """Attend to the kept blocks; shapes [batch, tokens, heads, head_dim]."""
+        return native_attention(query, key, value, choose_blocks(query, key, context, config))
+
+
+class _NativeAttention(GatherAttention):
+    """The forward of the kernel; the backward gathers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_map: BlockMap, chunk_elements: int
+    ) -> torch.Tensor:
+        out = _launch(query.detach(), key.detach(), value.detach(), block_map)
+        ctx.save_for_backward(query, key, value)
+        ctx.block_map, ctx.chunk_elements = block_map, chunk_elements
+        return out
+
+
+def _launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_map: BlockMap) -> torch.Tensor:
+    query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
+    out = torch.empty(query.shape, dtype=query.dtype)
+    batch, length_q, heads, head_dim = query.shape
+    indices = block_map.indices.contiguous()
+    if out.numel() == 0:
+        return out
+    sizes = (batch, heads, length_q, key.shape[1], head_dim, block_map.block_size_q, block_map.block_size_k)
+    strides = [stride for tensor in (query, key, value, out) for stride in tensor.stride()[:3]]
+    failed = load(SOURCE).block_sparse_attention(
+        *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (query, key, value, out)),
+        (ctypes.c_int64 * len(strides))(*strides),
+        ctypes.c_void_p(indices.data_ptr()),
+        (ctypes.c_int64 * 8)(*sizes, indices.shape[-1]),
+        ctypes.c_float(1.0 / math.sqrt(head_dim)),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+    if failed:
+        raise MemoryError("block-sparse attention could not get its working memory")
+    return out
