@@ -32,9 +32,10 @@ def batch(
     dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, say what would be made, and stop."),
     ray: str | None = typer.Option(None, "--ray", help="auto, or the address of a Ray cluster: one worker per GPU."),
     workers: int | None = typer.Option(None, "--workers", help="Workers with --ray; default: as many as fit."),
+    copy_to: str | None = typer.Option(None, "--copy-to", help="URL to copy the clips to, such as s3://bucket/night."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON on stdout."),
 ) -> None:
-    """Make all clips of a job file. Exit code 3: some jobs failed, the others are made."""
+    """Make all clips of a job file. Exit code 3: some jobs failed or were not copied, the others are made."""
     _check_options(output, seed, seeds, limit, ray, workers)
     defaults = {
         "recipe": recipe, "size": size, "frames": frames, "steps": steps, "guidance": guidance, "fps": fps, "seed": seed
@@ -46,16 +47,12 @@ def batch(
         report = _dry_report(plan)
         typer.echo(dump_json(report) if as_json else _render_dry(report), nl=not as_json)
         return
-    if ray is not None:
-        from .ray_batch import run_on_ray
-
-        with Reporter() as reporter:
-            summary = run_on_ray(plan.jobs, plan.folder, plan.model, ray, reporter, workers=workers, limit=limit)
-    else:
-        summary = _run_here(plan, device, limit)
+    summary, not_copied = _run(plan, device, limit, ray, workers, copy_to)
     report = {**summary.to_dict(), "jobs": len(plan.jobs), "manifest": str(output / "manifest.jsonl")}
+    if copy_to is not None:
+        report |= {"copied_to": copy_to, "not_copied": not_copied}
     typer.echo(dump_json(report) if as_json else _render(report), nl=not as_json)
-    if summary.failed:
+    if summary.failed or not_copied:
         raise typer.Exit(SOME_FAILED)
 
 
@@ -119,7 +116,28 @@ def _recipe_names(jobs: Sequence[Any], resolve: Any) -> list[str]:
     return names
 
 
-def _run_here(plan: _Plan, device: str | None, limit: int | None) -> Any:
+def _run(
+    plan: _Plan, device: str | None, limit: int | None, ray: str | None, workers: int | None, copy_to: str | None
+) -> tuple[Any, dict[str, str]]:
+    """The summary, and what could not be copied, with the reasons."""
+    from .remote_copy import CopyingObserver, RemoteCopy
+
+    remote = None if copy_to is None else RemoteCopy(copy_to)
+    if remote is not None:
+        remote.check()
+    with Reporter() as reporter:
+        copying = None if remote is None else CopyingObserver(reporter, remote, plan.folder)
+        observer = copying or reporter
+        if ray is not None:
+            from .ray_batch import run_on_ray
+
+            summary = run_on_ray(plan.jobs, plan.folder, plan.model, ray, observer, workers=workers, limit=limit)
+        else:
+            summary = _run_here(plan, device, limit, observer)
+        return summary, {} if copying is None else copying.finish(plan.jobs)
+
+
+def _run_here(plan: _Plan, device: str | None, limit: int | None, observer: Any) -> Any:
     from ..core.devices import pick_device
     from .batch import run_batch
     from .engine import Engine
@@ -132,8 +150,7 @@ def _run_here(plan: _Plan, device: str | None, limit: int | None) -> Any:
         engine.load()
         return engine
 
-    with Reporter() as reporter:
-        return run_batch(plan.jobs, plan.folder, load, reporter, limit=limit)
+    return run_batch(plan.jobs, plan.folder, load, observer, limit=limit)
 
 
 class Reporter:
@@ -256,4 +273,5 @@ def _render_dry(report: dict[str, Any]) -> str:
 def _render(report: dict[str, Any]) -> str:
     counts = ", ".join(f"{report[name]} {name}" for name in ("made", "kept", "elsewhere", "left", "failed"))
     failed = [f"failed: {name}: {reason}" for name, reason in report["errors"].items()]
-    return "\n".join([f"{report['jobs']} jobs: {counts}", *failed, report["manifest"]])
+    copies = [f"not copied: {name}: {reason}" for name, reason in report.get("not_copied", {}).items()]
+    return "\n".join([f"{report['jobs']} jobs: {counts}", *failed, *copies, report["manifest"]])

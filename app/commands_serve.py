@@ -136,8 +136,8 @@ class Server:
         from gradio.utils import get_cache_folder, get_upload_folder
         from starlette.middleware import Middleware
 
-        from .page import CSS, THEME
         from .page_files import OnlyClips
+        from .page_style import CSS, THEME
 
         folder = self.service.history.folder
         caches = [Path(get_upload_folder()), Path(get_cache_folder())]

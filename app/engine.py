@@ -7,6 +7,7 @@ import gc
 import hashlib
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..pipelines.generation import (
     resolve_request,
 )
 from ..pipelines.recipe import Recipe, resolve
+from .block_maps import BlockMapRecorder
 from .model_folder import stand_in
 
 RECIPE_FILE = "videospark_recipe.json"
@@ -68,6 +70,7 @@ class Engine:
         *,
         on_step: StepCallback | None = None,
         on_clean_latents: CleanLatentsCallback | None = None,
+        recorder: BlockMapRecorder | None = None,
     ) -> GenerationResult:
         """Makes one clip; the errors are those of `generate` and `accelerate`.
 
@@ -76,10 +79,11 @@ class Engine:
             recipe: how; None is the model's own, where it has one.
             on_step: see `generate`.
             on_clean_latents: see `generate`.
+            recorder: listens to the sparse layers.
         """
         self.load()
         self._apply(recipe)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), nullcontext() if recorder is None else recorder.record(self.pipe):
             warnings.simplefilter("ignore")  # all of them are in the result: notes and unknown words
             return generate(self.pipe, request, on_step=on_step, on_clean_latents=on_clean_latents)
 

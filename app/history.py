@@ -1,7 +1,8 @@
 """Clips in a folder, found again after a restart: each with sidecar, contact sheet, thumbnail and first frame.
 
-The files of a clip are `ID.mp4`, `ID.json`, `ID.png`, `ID.thumb.jpg` and, where it began with a picture,
-`ID.input.png`. They are made under `.work/ID` and moved when they are whole, the sidecar last: where it is, all are.
+The files of a clip are `ID.mp4`, `ID.json`, `ID.png`, `ID.thumb.jpg`, where it began with a picture `ID.input.png`, and
+where its block maps were recorded `ID.maps.npz`. They are made under `.work/ID` and moved when they are whole, the
+sidecar last: where it is, all are.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from ..core.config import require
 from ..pipelines.generation import GenerationResult
 from ..pipelines.sidecar import write_result
 from ..pipelines.video_io import to_rgb, write_atomically
+from .block_maps import BlockMaps
 
 THUMBNAIL_PIXELS = 320
 """Longer side of a thumbnail."""
 
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{16}")
-_SUFFIXES = (".mp4", ".png", ".thumb.jpg", ".input.png", ".json")
+_SUFFIXES = (".mp4", ".png", ".thumb.jpg", ".input.png", ".maps.npz", ".json")
 
 
 def new_id() -> str:
@@ -59,6 +61,11 @@ class Clip:
     def thumbnail(self) -> Path:
         """A small picture of the middle frame."""
         return self.folder / f"{self.id}.thumb.jpg"
+
+    @property
+    def maps_path(self) -> Path:
+        """The block maps, where they were recorded."""
+        return self.folder / f"{self.id}.maps.npz"
 
     @property
     def sidecar_path(self) -> Path:
@@ -122,16 +129,21 @@ class History:
         to_rgb(image).save(path)
         return path
 
-    def store(self, clip_id: str, result: GenerationResult, extra: Mapping[str, Any]) -> Clip:
+    def store(
+        self, clip_id: str, result: GenerationResult, extra: Mapping[str, Any], maps: BlockMaps | None = None
+    ) -> Clip:
         """Writes a clip whole or not at all.
 
         Args:
             clip_id: from `new_id`.
             result: what was made.
             extra: further entries of the sidecar.
+            maps: what its sparse layers kept, where that was recorded.
         """
         require(bool(_ID.fullmatch(clip_id)), "clip_id", clip_id, "an id from new_id")
         work = self._work(clip_id)
+        if maps is not None:
+            maps.save(work / f"{clip_id}.maps.npz")
         _thumbnail(result.frames, work / f"{clip_id}.thumb.jpg")
         write_result(result, work / f"{clip_id}.mp4", extra=extra)
         for suffix in _SUFFIXES:

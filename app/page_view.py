@@ -10,11 +10,12 @@ from typing import Any
 
 from ..pipelines.recipe import Recipe
 from ..pipelines.sizes import strides
+from .block_maps import BlockMaps
 from .history import Clip
 from .service_data import ServiceLimits, Snapshot, Status
 
 OWN_RECIPE = "model's own"
-STAGE_COLUMNS = ("stage", "seconds", "share", "peak memory")
+STAGE_COLUMNS = ("stage", "seconds", "peak memory", "share")
 JOB_COLUMNS = ("job", "state", "progress", "request", "problem")
 
 
@@ -82,16 +83,54 @@ def is_sparse(recipe: Recipe) -> bool:
     return recipe.attention.keep_ratio < 1
 
 
+def differs_from_dense(recipe: Recipe) -> bool:
+    """Whether there is something to compare with the dense model."""
+    return is_sparse(recipe) or recipe.sampler.sigmas is not None or recipe.quantization.mode != "none"
+
+
 def is_guided(recipe: Recipe) -> bool:
     """Whether a guidance scale acts: a student distilled to run without is made worse by it."""
     scale = recipe.sampler.guidance_scale
     return recipe.sampler.sigmas is None or scale is None or scale > 1
 
 
-def status_html(snapshot: Snapshot | None) -> str:
+def recipe_html(recipe: Recipe, defaults: Mapping[str, Any], measured: Mapping[str, Any] | None) -> str:
+    """What a recipe costs and gives, as far as it says so itself or a clip was measured.
+
+    Args:
+        recipe: which one.
+        defaults: the model's, for what the recipe leaves open.
+        measured: sidecar of the latest clip made with it; None where there is none.
+    """
+    attention, sampler, precision = recipe.attention, recipe.sampler, recipe.quantization
+    steps = len(sampler.sigmas or ()) or sampler.num_inference_steps or defaults.get("num_inference_steps")
+    guidance = defaults.get("guidance_scale") if sampler.guidance_scale is None else sampler.guidance_scale
+    chips = [] if steps is None else [f"{steps} steps"]
+    chips.append("no guidance" if guidance is not None and guidance <= 1 else "guidance: each step computed twice")
+    chips.append(f"attends to {attention.keep_ratio:.0%} of the blocks" if is_sparse(recipe) else "dense attention")
+    if attention.branch != "none":
+        chips.append(f"{attention.branch} branch")
+    if precision.mode != "none":
+        chips.append(f"products in {precision.mode.upper()}")
+    if measured is None:
+        chips.append("not measured here yet")
+    else:
+        size = measured["size"]
+        seconds = f"{measured['stages']['total_seconds']:.1f} s"
+        chips.append(f"latest clip here: {seconds} for {size['width']}x{size['height']}, {size['num_frames']} frames")
+    words = html.escape(recipe.description or "The model as it is.")
+    return f'<div class="vs-card"><p>{words}</p>{_chips(chips)}</div>'
+
+
+def _chips(texts: Sequence[str]) -> str:
+    inner = "".join(f'<span class="vs-chip">{html.escape(text)}</span>' for text in texts)
+    return f'<div class="vs-chips">{inner}</div>'
+
+
+def status_html(snapshot: Snapshot | None, idle: str = "Ready.") -> str:
     """A line and a bar that say where the request stands; for screen readers too."""
     if snapshot is None:
-        return _line("Ready.", None)
+        return _line(idle, None)
     if snapshot.status is Status.queued:
         return _line(f"Waiting: {snapshot.position} before this one.", 0.0)
     if snapshot.status is Status.running:
@@ -101,11 +140,12 @@ def status_html(snapshot: Snapshot | None) -> str:
             text if snapshot.step else "Reading the prompt, first step ...", snapshot.step / (snapshot.steps or 1)
         )
     texts = {Status.done: "Done.", Status.cancelled: "Stopped.", Status.failed: f"Failed: {snapshot.error}"}
-    return _line(texts[snapshot.status], 1.0 if snapshot.status is Status.done else None)
+    failed = snapshot.status is Status.failed
+    return _line(texts[snapshot.status], 1.0 if snapshot.status is Status.done else None, "vs-failed" if failed else "")
 
 
-def _line(text: str, share: float | None) -> str:
-    words = f'<div class="vs-status" role="status" aria-live="polite">{html.escape(text)}</div>'
+def _line(text: str, share: float | None, kind: str = "") -> str:
+    words = f'<div class="vs-status {kind}" role="status" aria-live="polite">{html.escape(text)}</div>'
     if share is None:
         return words
     percent = round(100 * share)
@@ -116,16 +156,46 @@ def _line(text: str, share: float | None) -> str:
     return f'{words}<div class="vs-bar" {attributes}>{bar}</div>'
 
 
+def progress_html(text: str, share: float) -> str:
+    """A line and a bar at this share, 0 to 1."""
+    return _line(text, share)
+
+
+def look_html(maps: BlockMaps, step: int, layer: int, head: int | None, share: float) -> str:
+    """What a picture of a block map shows, in words; step is an index into the recorded ones."""
+    where = f"step {maps.steps[step] + 1}, layer {layer}, " + ("mean of all heads" if head is None else f"head {head}")
+    what = f"{share:.0%} of the blocks kept" if maps.sparse[step, layer] else "dense here: everything is kept"
+    return f'<div class="vs-status" role="status">{where}: <b>{what}</b></div>'
+
+
 def stage_rows(stages: Mapping[str, Any]) -> list[list[str]]:
-    """One row per stage of a sidecar, and the total."""
+    """One row per stage of a sidecar, and the total; columns as in `STAGE_COLUMNS`."""
     total = stages["total_seconds"] or 1.0
     rows = []
     for name, seconds in stages["seconds"].items():
         peaks = stages.get("peak_memory", {}).get(name, {})
         memory = ", ".join(f"{key.split('_')[0]} {size / 2**30:.2f} GiB" for key, size in peaks.items())
-        rows.append([name, f"{seconds:.2f}", f"{seconds / total:.0%}", memory])
-    rows.append(["total", f"{stages['total_seconds']:.2f}", "100%", ""])
+        rows.append([name, f"{seconds:.2f}", memory, f"{seconds / total:.0%}"])
+    rows.append(["total", f"{stages['total_seconds']:.2f}", "", "100%"])
     return rows
+
+
+def stages_html(stages: Mapping[str, Any]) -> str:
+    """The same as a table, with a bar for each share."""
+    head = "".join(f'<th scope="col">{name}</th>' for name in STAGE_COLUMNS)
+    body = ""
+    for *cells, share in stage_rows(stages):
+        bar = (
+            ""
+            if cells[0] == "total"
+            else f'<div class="vs-bar"><div class="vs-fill" style="width:{share}"></div></div>'
+        )
+        body += "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+        body += f'<td class="vs-share">{share}{bar}</td></tr>'
+    return (
+        f'<div class="vs-stages"><div class="vs-title">Where the time went</div>'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def report_html(sidecar: Mapping[str, Any]) -> str:
@@ -143,7 +213,7 @@ def report_html(sidecar: Mapping[str, Any]) -> str:
     notes = list(sidecar.get("notes", []))
     if sidecar.get("unknown_words"):
         notes.append(f"words that the model does not know: {', '.join(sidecar['unknown_words'])}")
-    parts = [_table(None, facts)]
+    parts = ['<div class="vs-title">What ran</div>', _table(None, facts)]
     if report:
         scheduler = report["scheduler"]
         notes = [f"scheduler {scheduler['before']} -> {scheduler['now']}", *report["notes"], *notes]
@@ -174,10 +244,11 @@ def _table(columns: Sequence[str] | None, rows: Sequence[Sequence[Any]]) -> str:
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(str(value))}</td>" for value in row) + "</tr>" for row in rows
     )  # fmt: skip
-    return f"<table>{head}<tbody>{body}</tbody></table>"
+    kind = "" if columns else ' class="vs-key"'
+    return f"<table{kind}>{head}<tbody>{body}</tbody></table>"
 
 
-def comparison_text(fast: Mapping[str, Any], teacher: Mapping[str, Any]) -> str:
+def comparison_html(fast: Mapping[str, Any], teacher: Mapping[str, Any]) -> str:
     """What the two sidecars measured; both ran here, one after the other. Times of steps leave the previews out."""
 
     def seconds(sidecar: Mapping[str, Any]) -> tuple[float, float]:
@@ -186,12 +257,17 @@ def comparison_text(fast: Mapping[str, Any], teacher: Mapping[str, Any]) -> str:
 
     (fast_loop, fast_total), (teacher_loop, teacher_total) = seconds(fast), seconds(teacher)
     if not (fast_loop > 0 and fast_total > 0):
-        return "The times were too short to compare."
-    return (
-        f"Denoising: {fast_loop:.2f} s against {teacher_loop:.2f} s, {teacher_loop / fast_loop:.2f} times as fast. "
-        f"From prompt to file: {fast_total:.2f} s against {teacher_total:.2f} s, {teacher_total / fast_total:.2f} "
-        "times. One run each, measured on this machine; the first clip of a size is slower."
-    )
+        return '<p class="vs-note">The times were too short to compare.</p>'
+    numbers = ""
+    for what, ours, theirs in (
+        ("Denoising", fast_loop, teacher_loop), ("From prompt to file", fast_total, teacher_total)
+    ):  # fmt: skip
+        numbers += (
+            f'<div class="vs-number"><span>{what}</span><b>{theirs / ours:.2f} times as fast</b>'
+            f"<span>{ours:.2f} s against {theirs:.2f} s</span></div>"
+        )
+    note = "One run each, measured on this machine; the first clip of a size is slower."
+    return f'<div class="vs-numbers">{numbers}</div><p class="vs-note">{note}</p>'
 
 
 def gallery_item(clip: Clip) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from ..core.config import require
 from ..pipelines.generation import GenerationCancelled, GenerationRequest
 from ..pipelines.recipe import Recipe
 from ..pipelines.video_io import read_image
+from .block_maps import BlockMapRecorder
 from .console import describe_error
 from .engine import Engine
 from .history import Clip, History, new_id
@@ -37,8 +38,8 @@ _FORGET_AFTER = 1000
 class _Task:
     """A request on its way; its fields are changed under the service's lock alone."""
 
-    def __init__(self, snapshot: Snapshot, owner: str | None) -> None:
-        self.snapshot, self.owner = snapshot, owner
+    def __init__(self, snapshot: Snapshot, owner: str | None, record_maps: bool) -> None:
+        self.snapshot, self.owner, self.record_maps = snapshot, owner, record_maps
         self.cancel = threading.Event()
         self.created = time.time()
         self.last_preview = 0.0
@@ -124,6 +125,7 @@ class GenerationService:
         label: str = "",
         group: str | None = None,
         background: bool = False,
+        record_maps: bool = False,
     ) -> str:
         """Puts a request into the queue; returns its id.
 
@@ -134,6 +136,7 @@ class GenerationService:
             label: what the asker calls it.
             group: id of a job file.
             background: runs when nothing else waits.
+            record_maps: keeps beside the clip which blocks its sparse layers attended to.
 
         Raises:
             ConfigError: a wrong or too large request.
@@ -152,7 +155,7 @@ class GenerationService:
         )  # fmt: skip
         with self._changed:
             self._require_room(background, 1)
-            self._tasks[request_id] = _Task(snapshot, owner)
+            self._tasks[request_id] = _Task(snapshot, owner, record_maps)
             heapq.heappush(self._waiting, (background, next(self._numbers), request_id))
             self._update_positions()
             self._changed.notify_all()
@@ -337,7 +340,9 @@ class GenerationService:
             with self._changed:
                 self._change(task, preview=picture)
 
-        result = engine.run(request, task.snapshot.recipe, on_step=on_step, on_clean_latents=on_clean_latents)
+        recorder = BlockMapRecorder(request.num_inference_steps or 1) if task.record_maps else None
+        more = {} if recorder is None else {"recorder": recorder}
+        result = engine.run(request, task.snapshot.recipe, on_step=on_step, on_clean_latents=on_clean_latents, **more)
         if task.cancel.is_set():
             raise GenerationCancelled
         asked = task.snapshot
@@ -345,7 +350,8 @@ class GenerationService:
             "id": asked.id, "owner": task.owner, "recipe": recipe_name(asked.recipe), "label": asked.label,
             "group": asked.group, "created": task.created, "queue_seconds": round(started - task.created, 3),
         }  # fmt: skip
-        clip = self.history.store(task.snapshot.id, result, {"model": self.model_name, "service": origin})
+        maps = None if recorder is None else recorder.result()
+        clip = self.history.store(task.snapshot.id, result, {"model": self.model_name, "service": origin}, maps)
         seconds = clip.sidecar["stages"]["seconds"]
         with self._changed:
             self._finish_seconds[_shape(task)] = sum(seconds.get(name, 0.0) for name in ("decode", "save"))

@@ -81,11 +81,29 @@ def test_stages_and_comparison_are_computed_from_the_measured_numbers():
     stages = {"seconds": {"text": 1.0, "denoise": 3.0}, "total_seconds": 4.0, "step_seconds": [1.0, 1.0],
               "peak_memory": {"denoise": {"cuda_peak_bytes": 2**31}}}  # fmt: skip
     assert view.stage_rows(stages) == [
-        ["text", "1.00", "25%", ""], ["denoise", "3.00", "75%", "cuda 2.00 GiB"], ["total", "4.00", "100%", ""]
+        ["text", "1.00", "", "25%"], ["denoise", "3.00", "cuda 2.00 GiB", "75%"], ["total", "4.00", "", "100%"]
     ]  # fmt: skip
+    table = view.stages_html(stages)
+    assert 'style="width:75%"' in table and "cuda 2.00 GiB" in table and 'style="width:100%"' not in table
     slow = {"stages": {**stages, "step_seconds": [3.0, 5.0], "total_seconds": 12.0}}
-    text = view.comparison_text({"stages": stages}, slow)
-    assert "2.00 s against 8.00 s, 4.00 times" in text and "4.00 s against 12.00 s, 3.00 times" in text
+    text = view.comparison_html({"stages": stages}, slow)
+    assert "4.00 times as fast</b><span>2.00 s against 8.00 s" in text
+    assert "3.00 times as fast</b><span>4.00 s against 12.00 s" in text
+    unmeasured = {"stages": {**stages, "step_seconds": []}}
+    assert "too short" in view.comparison_html(unmeasured, slow)
+
+
+def test_a_recipe_says_what_it_costs_and_gives():
+    defaults = {"num_inference_steps": 50, "guidance_scale": 4.0}
+    dense = view.recipe_html(preset("dense"), defaults, None)
+    assert "50 steps" in dense and "each step computed twice" in dense and "not measured here yet" in dense
+    student = view.recipe_html(preset("spark-3step-int8"), defaults, None)
+    assert "3 steps" in student and "no guidance" in student and "products in INT8" in student
+    sidecar = {"size": {"width": 64, "height": 32, "num_frames": 5}, "stages": {"total_seconds": 1.25}}
+    sparse = view.recipe_html(preset("sparse-50"), defaults, sidecar)
+    assert "attends to 50% of the blocks" in sparse and "1.2 s for 64x32, 5 frames" in sparse
+    inert = view.recipe_html(Recipe("x", description="<script>"), defaults, None)
+    assert "<script" not in inert
 
 
 def test_examples_are_captions_of_the_embedded_world():
