@@ -13,26 +13,33 @@ from .console import check_writable, dump_json, guarded, require_at_least, write
 app = typer.Typer(help="Measure attention, products and kernels on this machine.", no_args_is_help=True)
 
 OUTPUT = typer.Option(None, "--output", help="Folder for the table (Markdown) and the numbers (JSON).")
+JSON = typer.Option(None, "--json", help="File for the numbers alone.")
 
 
 @app.command("attention")
 @guarded
 def attention(
     shape: str = typer.Option("", "--shape", help="A named shape; default: wan-480p-2-heads on a CPU, else wan-480p."),
+    tokens: int | None = typer.Option(None, "--tokens", help="Tokens instead of the shape's own."),
+    heads: int | None = typer.Option(None, "--heads", help="Heads instead of the shape's own."),
+    head_dim: int | None = typer.Option(None, "--head-dim", help="Channels of a head instead of the shape's own."),
     backends: str = typer.Option("", "--backends", help="Names, with commas; default: all that can run here."),
-    keep: str = typer.Option("0.03,0.05,0.1", "--keep", help="Keep ratios, with commas."),
+    keep: str = typer.Option("0.03,0.05,0.1", "--keep-ratio", help="Keep ratios, with commas."),
     blocks: str = typer.Option("128,64", "--blocks", help="Tokens of a query and of a key block."),
     backward: bool = typer.Option(False, "--backward", help="Forward and backward together."),
+    branch: str = typer.Option("none", "--branch", help="none, rola, or both with a comma: the branch after it."),
+    crossover: bool = typer.Option(False, "--crossover", help="Also find the length from which on sparse is faster."),
     repeats: int = typer.Option(3, "--repeats", help="Runs of each; the median counts."),
     device: str | None = typer.Option(None, "--device", help="cpu, cuda, ...; default: the best one."),
     dtype: str = typer.Option("bfloat16", "--dtype", help="bfloat16, float16 or float32."),
     check: bool = typer.Option(False, "--check", help="Also compute each output's error against float32."),
     output: Path | None = OUTPUT,
+    json_file: Path | None = JSON,
 ) -> None:
-    """One layer's self-attention: every backend against SDPA, with the share of the GEMM peak of this very run."""
-    require_at_least("repeats", repeats, 1)
-    if output is not None:
-        check_writable(output / "attention.json", "output")
+    """One layer's self-attention: every backend against SDPA and flex, with the share of this run's GEMM peak."""
+    for name, number in (("repeats", repeats), ("tokens", tokens), ("heads", heads), ("head-dim", head_dim)):
+        require_at_least(name, number, 1)
+    _check_files("attention", output, json_file)
 
     import torch
 
@@ -51,27 +58,36 @@ def attention(
     sizes = _numbers("blocks", blocks, int)
     if len(sizes) != 2:
         raise ConfigError(f"blocks: got {blocks!r}; must be two numbers, as in 128,64")
-    chosen = [part.strip() for part in backends.split(",") if part.strip()] or _able(where, dtype, bench, name, sizes)
-    title = f"Self-attention, {name}: {bench.SHAPES[name].tokens} tokens, {bench.SHAPES[name].heads} heads of " + (
-        f"{bench.SHAPES[name].head_dim}, {dtype}, blocks {sizes[0]}/{sizes[1]}"
-        + (", with backward" if backward else "")
+    layer = bench.SHAPES[name]
+    if tokens is not None:
+        layer = dataclasses.replace(layer, frames=tokens, height=1, width=1)
+    layer = dataclasses.replace(layer, heads=heads or layer.heads, head_dim=head_dim or layer.head_dim)
+    chosen = _parts(backends) or _able(where, dtype, layer.head_dim, sizes)
+    title = f"Self-attention: {layer.tokens} tokens, {layer.heads} heads of " + (
+        f"{layer.head_dim}, {dtype}, blocks {sizes[0]}/{sizes[1]}" + (", with backward" if backward else "")
     )
     typer.echo(f"{title}; backends: {', '.join(chosen)}", err=True)
-    rows, ratios = [], _numbers("keep", keep, float)
+    rows, ratios = [], _numbers("keep-ratio", keep, float)
     for row in bench.bench_attention(
-        bench.SHAPES[name], device=where, dtype=kinds[dtype], backends=chosen, keep_ratios=ratios,
+        layer, device=where, dtype=kinds[dtype], backends=chosen, keep_ratios=ratios, branches=_parts(branch),
         block_sizes=(sizes[0], sizes[1]), backward=backward, repeats=repeats, check=check,
     ):  # fmt: skip
         rows.append(row)
+        tail = "" if row.branch == "none" else f" + {row.branch}"
         typer.echo(
-            f"{row.backend:<14} keep {row.keep_ratio:.2f}  {row.seconds:9.4f} s  {row.over_sdpa:6.1f}x", err=True
+            f"{row.backend + tail:<14} keep {row.keep_ratio:.2f}  {row.seconds:9.4f} s  {row.over_sdpa:6.1f}x", err=True
         )
-    _finish("attention", bench.markdown(rows, title), [dataclasses.asdict(row) for row in rows], machine(where), output)
+    table, settings = bench.markdown(rows, title), {}
+    if crossover:
+        found = bench.crossover(layer, ratios[0], (sizes[0], sizes[1]), device=where, dtype=kinds[dtype])
+        settings["crossover"] = dataclasses.asdict(found)
+        table += "\n" + bench.crossover_text(found, ratios[0]) + "\n"
+    _finish("attention", table, [row.to_dict() for row in rows], machine(where), output, settings, json_file)
 
 
-@app.command("quantization")
+@app.command("linear")
 @guarded
-def quantization(
+def linear(
     shape: str = typer.Option("wan2.1-1.3b-480p", "--shape", help="A named block; a wrong name lists them."),
     modes: str = typer.Option("int8,fp8", "--modes", help="Modes, with commas."),
     tokens: int | None = typer.Option(None, "--tokens", help="Tokens of video instead of the shape's own."),
@@ -79,34 +95,35 @@ def quantization(
     device: str | None = typer.Option(None, "--device", help="cpu, cuda, ...; default: the best one."),
     torchao: bool = typer.Option(True, "--torchao/--no-torchao", help="Also measure torchao, where it is installed."),
     output: Path | None = OUTPUT,
+    json_file: Path | None = JSON,
 ) -> None:
     """The ten products of a block in eight bits against plain ones and torchao, with error and share of the peak."""
     require_at_least("repeats", repeats, 1)
     require_at_least("tokens", tokens, 1)
-    if output is not None:
-        check_writable(output / "quantization.json", "output")
+    _check_files("linear", output, json_file)
 
     from ..benchmarks.quantization import bench_quantization
     from ..core.devices import pick_device
 
-    chosen = [part.strip() for part in modes.split(",") if part.strip()]
+    chosen = _parts(modes)
     result = bench_quantization(
         shape, modes=chosen, device=str(pick_device(device)), tokens=tokens, repeats=repeats, compare_torchao=torchao
     )
     typer.echo(str(result))
     if output is not None:
-        write_text(output / "quantization.txt", f"{result}\n")
-        write_text(output / "quantization.json", dump_json(result.to_dict()))
-        typer.echo(str(output / "quantization.json"))
+        write_text(output / "linear.txt", f"{result}\n")
+    for path in _json_files("linear", output, json_file):
+        write_text(path, dump_json(result.to_dict()))
+        typer.echo(str(path))
 
 
 @app.command("block")
 @guarded
 def block(
     shape: str = typer.Option("wan2.1-1.3b-480p", "--shape", help="A named block; a wrong name lists them."),
-    contenders: str = typer.Option("", "--contenders", help="Names, with commas; default: all. Stock always runs."),
+    contenders: str = typer.Option("", "--contenders", help="Names, with commas; a wrong one lists them."),
     tokens: int | None = typer.Option(None, "--tokens", help="About so many tokens of video instead of the shape's."),
-    keep: float = typer.Option(0.03, "--keep", help="Keep ratio of sparse attention."),
+    keep: float = typer.Option(0.03, "--keep-ratio", help="Keep ratio of sparse attention."),
     blocks: str = typer.Option("128,64", "--blocks", help="Tokens of a query and of a key block."),
     repeats: int = typer.Option(3, "--repeats", help="Rounds in turns, after one to warm up; the median counts."),
     device: str | None = typer.Option(None, "--device", help="cpu, cuda, ...; default: the best one."),
@@ -121,7 +138,7 @@ def block(
 
     import torch
 
-    from ..benchmarks.block import CONTENDERS, bench_block
+    from ..benchmarks.block import USUAL, bench_block
     from ..core.config import require
     from ..core.devices import pick_device
 
@@ -129,13 +146,56 @@ def block(
     require(dtype in kinds, "dtype", dtype, f"one of {', '.join(kinds)}")
     sizes = _numbers("blocks", blocks, int)
     require(len(sizes) == 2, "blocks", blocks, "two numbers, as in 128,64")
-    chosen = [part.strip() for part in contenders.split(",") if part.strip()] or list(CONTENDERS)
+    chosen = _parts(contenders) or list(USUAL)
     result = bench_block(
         shape, contenders=chosen, tokens=tokens, keep_ratio=keep, block_sizes=(sizes[0], sizes[1]),
         device=str(pick_device(device)), dtype=kinds[dtype], repeats=repeats,
     )  # fmt: skip
     data = result.to_dict()
     _finish("block", result.markdown(), data.pop("rows"), data.pop("machine"), output, data)
+
+
+@app.command("end-to-end")
+@guarded
+def end_to_end(
+    shape: str = typer.Option("wan2.1-1.3b-480p", "--shape", help="A named model; a wrong name lists them."),
+    full: bool = typer.Option(False, "--full", help="Also run the three steps of all layers: minutes on a CPU."),
+    branch: str = typer.Option("rola", "--branch", help="Linear branch of the accelerated clip: rola or none."),
+    keep: float = typer.Option(0.03, "--keep-ratio", help="Keep ratio of sparse attention."),
+    blocks: str = typer.Option("128,64", "--blocks", help="Tokens of a query and of a key block."),
+    tokens: int | None = typer.Option(None, "--tokens", help="About so many tokens of video instead of the shape's."),
+    repeats: int = typer.Option(1, "--repeats", help="Rounds in turns, after one to warm up; the median counts."),
+    device: str | None = typer.Option(None, "--device", help="cpu, cuda, ...; default: the best one."),
+    dtype: str = typer.Option("bfloat16", "--dtype", help="bfloat16, float16 or float32."),
+    output: Path | None = OUTPUT,
+    json_file: Path | None = JSON,
+) -> None:
+    """A whole clip: 50 dense steps with guidance against 3 accelerated ones, and what each factor brings."""
+    require_at_least("repeats", repeats, 1)
+    require_at_least("tokens", tokens, 1)
+    _check_files("end_to_end", output, json_file)
+
+    import torch
+
+    from ..benchmarks.end_to_end import bench_end_to_end
+    from ..core.config import require
+    from ..core.devices import pick_device
+
+    kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    require(dtype in kinds, "dtype", dtype, f"one of {', '.join(kinds)}")
+    sizes = _numbers("blocks", blocks, int)
+    require(len(sizes) == 2, "blocks", blocks, "two numbers, as in 128,64")
+    result = bench_end_to_end(
+        shape, full=full, branch=branch, keep_ratio=keep, block_sizes=(sizes[0], sizes[1]), tokens=tokens,
+        device=str(pick_device(device)), dtype=kinds[dtype], repeats=repeats,
+        say=lambda text: typer.echo(text, err=True),
+    )  # fmt: skip
+    typer.echo(result.markdown())
+    if output is not None:
+        write_text(output / "end_to_end.md", result.markdown())
+    for path in _json_files("end_to_end", output, json_file):
+        write_text(path, dump_json({**result.to_dict(), "machine": result.block.machine}))
+        typer.echo(str(path))
 
 
 @app.command("sqnr")
@@ -224,7 +284,7 @@ def gpu(
         raise typer.Exit(1)
 
 
-def _able(device: str, dtype: str, bench: Any, shape: str, sizes: list[int]) -> list[str]:
+def _able(device: str, dtype: str, head_dim: int, sizes: list[int]) -> list[str]:
     from ..attention.backends import available_backends, get_backend
     from ..attention.config import AttentionConfig
 
@@ -234,9 +294,13 @@ def _able(device: str, dtype: str, bench: Any, shape: str, sizes: list[int]) -> 
             continue
         config = AttentionConfig(name, block_size_q=sizes[0], block_size_k=sizes[1])
         kind = device.partition(":")[0]
-        if not get_backend(name).constraints.problems(config, kind, dtype, bench.SHAPES[shape].head_dim):
+        if not get_backend(name).constraints.problems(config, kind, dtype, head_dim):
             able.append(name)
     return able
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _numbers(name: str, text: str, kind: Any) -> list[Any]:
@@ -246,6 +310,18 @@ def _numbers(name: str, text: str, kind: Any) -> list[Any]:
         raise ValueError(f"{name}: got {text!r}; must be numbers with commas between them") from None
 
 
+def _json_files(name: str, output: Path | None, json_file: Path | None) -> list[Path]:
+    files = [] if output is None else [output / f"{name}.json"]
+    return files if json_file is None else [*files, json_file]
+
+
+def _check_files(name: str, output: Path | None, json_file: Path | None) -> None:
+    if output is not None:
+        check_writable(output / f"{name}.json", "output")
+    if json_file is not None:
+        check_writable(json_file, "json")
+
+
 def _finish(
     name: str,
     table: str,
@@ -253,11 +329,12 @@ def _finish(
     where: dict[str, Any],
     output: Path | None,
     settings: dict[str, Any] | None = None,
+    json_file: Path | None = None,
 ) -> None:
     typer.echo(table)
-    if output is None:
-        return
-    note = "  \n".join(f"{key}: {value}" for key, value in where.items())
-    write_text(output / f"{name}.md", f"{table}\n{note}\n")
-    write_text(output / f"{name}.json", dump_json({"machine": where, **(settings or {}), "rows": rows}))
-    typer.echo(str(output / f"{name}.json"))
+    if output is not None:
+        note = "  \n".join(f"{key}: {value}" for key, value in where.items())
+        write_text(output / f"{name}.md", f"{table}\n{note}\n")
+    for path in _json_files(name, output, json_file):
+        write_text(path, dump_json({"machine": where, **(settings or {}), "rows": rows}))
+        typer.echo(str(path))

@@ -2,7 +2,7 @@
 
 Seconds include the routing: a backend is called as a pipeline calls it. Operations are those of the kept pairs, 4
 head_dim each and 10 more with the backward pass, which recomputes the scores, so the share of the GEMM peak says how
-well the work that is left is done.
+well the work that is left is done. A linear branch is counted as time alone.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..attention.auto import Crossover, measure_crossover
 from ..attention.backends import get_backend
+from ..attention.branches import BranchInputs, build_branch
 from ..attention.config import AttentionConfig
 from ..attention.context import ForwardContext
 from ..attention.grid import TokenGrid
 from ..core.config import ConfigError, require
 from ..core.numerics import relative_error
-from .timing import gemm_peak, measure
+from .timing import gemm_peak, measure, peak_extra_bytes
+
+LONG_SECONDS = 10.0
+"""What takes longer than this runs once."""
 
 FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 4, 10
 """Per pair of tokens and channel: two products forward, five backward."""
@@ -58,23 +63,47 @@ class Row:
 
     Attributes:
         backend: a backend of this package, or "sdpa".
+        branch: linear branch that ran after it, or "none".
+        tokens: of the video.
+        heads: of the layer.
+        head_dim: channels of a head.
+        dtype: of queries, keys and values.
         keep_ratio: share of the key blocks that was asked for.
+        pass_name: "forward" or "forward and backward"; "pass" in JSON.
         sparsity: share of the token pairs that was left out.
         seconds: median of the runs.
         over_sdpa: SDPA's seconds over these.
+        over_flex: flex_attention's seconds at this keep ratio over these; None where that was not measured.
         operations_per_second: of the kept pairs.
-        peak_share: of the GEMM peak measured in this run.
+        gemm_peak_share: of the GEMM peak measured in this run.
+        peak_extra_bytes: memory at the peak of a call beyond its inputs, the output included; None where unknown.
+        inputs_bytes: of queries, keys and values together.
         error: relative error of the output against the same blocks in float32; None where it was not computed.
     """
 
     backend: str
+    branch: str
+    tokens: int
+    heads: int
+    head_dim: int
+    dtype: str
     keep_ratio: float
+    pass_name: str
     sparsity: float
     seconds: float
     over_sdpa: float
+    over_flex: float | None
     operations_per_second: float
-    peak_share: float
+    gemm_peak_share: float
+    peak_extra_bytes: int | None
+    inputs_bytes: int
     error: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        data = dataclasses.asdict(self)
+        data["pass"] = data.pop("pass_name")
+        return data
 
 
 def bench_attention(
@@ -86,10 +115,11 @@ def bench_attention(
     keep_ratios: Sequence[float] = (0.03, 0.05, 0.1),
     block_sizes: tuple[int, int] = (128, 64),
     backward: bool = False,
+    branches: Sequence[str] = ("none",),
     repeats: int = 3,
     check: bool = False,
 ) -> Iterator[Row]:
-    """Measure SDPA first, then every backend at every keep ratio; rows come as they are ready.
+    """Measure SDPA first, then flex_attention if it takes part, then the others; rows come as they are ready.
 
     Args:
         shape: of the layer.
@@ -99,14 +129,21 @@ def bench_attention(
         keep_ratios: shares of the key blocks to keep.
         block_sizes: tokens of a query and of a key block.
         backward: measure forward and backward together.
-        repeats: runs of each; the median counts.
+        branches: "none" for sparse attention alone, "rola" for the branch after it.
+        repeats: runs of each; the median counts. SDPA runs once where that takes more than `LONG_SECONDS`.
         check: also compute each output's error against float32, head by head.
     """
+    unknown = [name for name in branches if name not in ("none", "rola")]
+    require(bool(branches) and not unknown, "branches", tuple(branches), "of none, rola")
+    names = sorted(backends, key=lambda name: name != "flex")
     configs = [
-        AttentionConfig(name, keep_ratio=keep, block_size_q=block_sizes[0], block_size_k=block_sizes[1])
-        for name in backends
+        AttentionConfig(
+            name, keep_ratio=keep, block_size_q=block_sizes[0], block_size_k=block_sizes[1], branch=branch  # type: ignore[arg-type]
+        )
+        for name in names
         for keep in keep_ratios
-    ]
+        for branch in branches
+    ]  # fmt: skip
     for config in configs:
         _check(config, device, dtype, shape.head_dim, backward)
     generator = torch.Generator().manual_seed(0)
@@ -114,25 +151,65 @@ def bench_attention(
     peak = gemm_peak(device, dtype)
     pairs = shape.heads * shape.tokens**2
     operations = (FORWARD_OPERATIONS + (BACKWARD_OPERATIONS if backward else 0)) * shape.head_dim * pairs
+    fixed = {
+        "tokens": shape.tokens, "heads": shape.heads, "head_dim": shape.head_dim,
+        "dtype": str(dtype).removeprefix("torch."), "pass_name": "forward and backward" if backward else "forward",
+        "inputs_bytes": 3 * q.numel() * q.element_size(),
+    }  # fmt: skip
 
     def sdpa() -> torch.Tensor:
         query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
         return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
-    base = measure(_with_backward(sdpa, (q, k, v), backward), device, repeats=min(repeats, 3)).median
-    yield Row("sdpa", 1.0, 0.0, base, 1.0, operations / base, operations / base / peak, None)
+    run = _with_backward(sdpa, (q, k, v), backward)
+    base = measure(run, device, repeats=1, warm_up=0).median
+    if base < LONG_SECONDS:
+        base = measure(run, device, repeats=min(repeats, 3), warm_up=0).median
+    extra = peak_extra_bytes(run, device) if base < LONG_SECONDS else None
+    yield Row(
+        backend="sdpa", branch="none", keep_ratio=1.0, sparsity=0.0, seconds=base, over_sdpa=1.0, over_flex=None,
+        operations_per_second=operations / base, gemm_peak_share=operations / base / peak, peak_extra_bytes=extra,
+        error=None, **fixed,
+    )  # fmt: skip
+    flex: dict[float, float] = {}
     for config in configs:
-        backend = get_backend(config.backend)
         context = ForwardContext(grid=TokenGrid(shape.frames, shape.height, shape.width))
-
-        def call(backend: Any = backend, context: ForwardContext = context, config: AttentionConfig = config) -> Any:
-            return backend(q, k, v, context=context, config=config)
-
-        seconds = measure(_with_backward(call, (q, k, v), backward), device, repeats=repeats).median
+        call = _caller(config, context, shape, (q, k, v))
+        run = _with_backward(call, (q, k, v), backward)
+        seconds = measure(run, device, repeats=repeats).median
+        if config.backend == "flex" and config.branch == "none":
+            flex[config.keep_ratio] = seconds
+        over_flex = flex[config.keep_ratio] / seconds if config.keep_ratio in flex else None
         sparsity = context.records[0].sparsity() if context.records else 0.0
         done = (1 - sparsity) * operations / seconds
-        error = _error(call, (q, k, v), config, context) if check else None
-        yield Row(config.backend, config.keep_ratio, sparsity, seconds, base / seconds, done, done / peak, error)
+        error = _error(call, (q, k, v), config, context) if check and config.branch == "none" else None
+        yield Row(
+            backend=config.backend, branch=config.branch, keep_ratio=config.keep_ratio, sparsity=sparsity,
+            seconds=seconds, over_sdpa=base / seconds, over_flex=over_flex, operations_per_second=done,
+            gemm_peak_share=done / peak, peak_extra_bytes=peak_extra_bytes(run, device), error=error, **fixed,
+        )  # fmt: skip
+
+
+def _caller(config: AttentionConfig, context: ForwardContext, shape: Shape, inputs: Sequence[torch.Tensor]) -> Any:
+    """The layer's attention as a call: the backend, and the branch where there is one."""
+    backend, (q, k, v) = get_backend(config.backend), inputs
+    if config.branch == "none":
+        return lambda: backend(q, k, v, context=context, config=config)
+    branch = build_branch(config, shape.heads, shape.head_dim, torch.Generator().manual_seed(1))
+    assert branch is not None
+    branch = branch.to(q.device).requires_grad_(False)
+    angles = torch.linspace(0, 100, shape.tokens)[:, None] * torch.logspace(0, -4, shape.head_dim // 2)
+    angles = angles.repeat_interleave(2, dim=1)[None, :, None]
+    tables = angles.cos().to(q.device), angles.sin().to(q.device)
+
+    def call() -> torch.Tensor:
+        out = backend(q, k, v, context=context, config=config)
+        gate = branch.gate(q.flatten(2))
+        heads = slice(0, shape.heads)
+        made: torch.Tensor = branch(BranchInputs(out, q, k, v, q, k, gate, tables, heads, context))
+        return made
+
+    return call
 
 
 def _tokens(shape: Shape, generator: torch.Generator) -> torch.Tensor:
@@ -181,13 +258,39 @@ def markdown(rows: Sequence[Row], title: str) -> str:
     lines = [
         f"### {title}",
         "",
-        "| backend | keep | sparsity | seconds | over SDPA | GFLOP/s | share of GEMM peak | error |",
-        "|---|---|---|---|---|---|---|---|",
+        "| backend | keep | sparsity | seconds | over SDPA | over flex | GFLOP/s | share of GEMM peak | extra memory "
+        "over inputs | error |",
+        "|" + "---|" * 10,
     ]
     for row in rows:
+        name = row.backend if row.branch == "none" else f"{row.backend} + {row.branch}"
+        flex = "" if row.over_flex is None else f"{row.over_flex:.2f}x"
+        extra = "" if row.peak_extra_bytes is None else f"{row.peak_extra_bytes / row.inputs_bytes:.2f}"
         error = "" if row.error is None else f"{row.error:.2e}"
         lines.append(
-            f"| {row.backend} | {row.keep_ratio:.2f} | {row.sparsity:.3f} | {row.seconds:.4f} | {row.over_sdpa:.1f}x "
-            f"| {row.operations_per_second / 1e9:.0f} | {row.peak_share:.2f} | {error} |"
+            f"| {name} | {row.keep_ratio:.2f} | {row.sparsity:.3f} | {row.seconds:.4f} | {row.over_sdpa:.1f}x | {flex} "
+            f"| {row.operations_per_second / 1e9:.0f} | {row.gemm_peak_share:.2f} | {extra} | {error} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def crossover(
+    shape: Shape, keep_ratio: float, block_sizes: tuple[int, int], *, device: str, dtype: torch.dtype
+) -> Crossover:
+    """From how many tokens on what "auto" stands for is faster than dense attention, with the heads of `shape`."""
+    config = AttentionConfig(
+        "auto", keep_ratio=keep_ratio, block_size_q=block_sizes[0], block_size_k=block_sizes[1], dense_below=0
+    )
+    return measure_crossover(
+        config, heads=shape.heads, head_dim=shape.head_dim, dtype=dtype, device=torch.device(device), repeats=2
+    )
+
+
+def crossover_text(found: Crossover, keep_ratio: float) -> str:
+    """The same in words, with the times behind it."""
+    where = "at none of these lengths" if found.tokens is None else f"from {found.tokens:,} tokens on"
+    times = ", ".join(f"{tokens:,}: {dense * 1e3:.1f} / {sparse * 1e3:.1f}" for tokens, dense, sparse in found.rows)
+    return (
+        f"Sparse attention ({found.backend}, keep {keep_ratio:g}) is faster than dense {where}; "
+        f"milliseconds dense / sparse: {times}. A calibration writes such a length into its recipe (dense_below)."
+    )

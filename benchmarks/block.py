@@ -32,10 +32,16 @@ CONTENDERS = {
     "sparse": (True, False, "none", "none"),
     "fused": (False, True, "none", "none"),
     "int8": (False, False, "int8", "none"),
+    "int8+sparse": (True, False, "int8", "none"),
     "int8+fused+sparse": (True, True, "int8", "none"),
+    "sparse+rola": (True, False, "none", "rola"),
+    "int8+sparse+rola": (True, False, "int8", "rola"),
     "int8+fused+sparse+rola": (True, True, "int8", "rola"),
 }
 """By name: sparse attention, fused parts, mode of low precision, linear branch."""
+
+USUAL = ("sparse", "fused", "int8", "int8+fused+sparse", "int8+fused+sparse+rola")
+"""Those that are measured where nobody asks for others."""
 
 GRIDS = {
     "wan2.1-1.3b-480p": TokenGrid(21, 30, 52),
@@ -43,6 +49,8 @@ GRIDS = {
     "tiny": TokenGrid(5, 12, 12),
 }
 HEAD_DIM = {"tiny": 64}
+TEXT_WIDTH = {"tiny": 512}
+"""Where they are not those of Wan, 128 and 4096."""
 
 NORM, PROJECTIONS, ATTENTION = (
     "norm, modulation",
@@ -129,7 +137,7 @@ class BlockBenchmark:
 def bench_block(
     shape: str = "wan2.1-1.3b-480p",
     *,
-    contenders: Sequence[str] = tuple(CONTENDERS),
+    contenders: Sequence[str] = USUAL,
     tokens: int | None = None,
     keep_ratio: float = 0.03,
     block_sizes: tuple[int, int] = (128, 64),
@@ -159,13 +167,13 @@ def bench_block(
     require(tokens is None or tokens >= 1, "tokens", tokens, "at least 1")
     grid = GRIDS[shape] if tokens is None else shrunk(GRIDS[shape], tokens)
     sizes = dataclasses.replace(SHAPES[shape], tokens=grid.num_tokens)
-    runs = {STOCK: _Run(STOCK, _transformer(sizes, HEAD_DIM.get(shape, 128), device, dtype))}
+    runs = {STOCK: _Run(STOCK, one_block(shape, device, dtype))}
     for name in dict.fromkeys(contenders):
         runs[name] = _Run(name, copy.deepcopy(runs[STOCK].transformer))
-        runs[name].accelerate(keep_ratio, block_sizes, grid)
+        runs[name].accelerate(*CONTENDERS[name], keep_ratio, block_sizes, grid)
     for run in runs.values():
         run.listen()
-    inputs = _inputs(grid, sizes, device, dtype)
+    inputs = random_inputs(shape, grid, device, dtype)
     peak = gemm_peak(device, dtype)
     for _ in range(repeats + 1):
         for run in runs.values():
@@ -195,17 +203,21 @@ class _Run:
         self._marks: dict[str, float] = {}
         self._projections = 0.0
 
-    def accelerate(self, keep_ratio: float, block_sizes: tuple[int, int], grid: TokenGrid) -> None:
-        sparse, fused, mode, branch = CONTENDERS[self.name]
-        config = AttentionConfig()
+    def accelerate(
+        self,
+        sparse: bool,
+        fused: bool,
+        mode: str,
+        branch: str,
+        keep_ratio: float,
+        block_sizes: tuple[int, int],
+        grid: TokenGrid,
+    ) -> None:
+        settings = attention_settings(keep_ratio, block_sizes, branch) if sparse else AttentionConfig()
         if sparse:
-            config = AttentionConfig(
-                backend="auto", keep_ratio=keep_ratio, block_size_q=block_sizes[0], block_size_k=block_sizes[1],
-                dense_below=0, branch=branch,  # type: ignore[arg-type]
-            )  # fmt: skip
-            order = grid.order(config.token_order, config.tile)
+            order = grid.order(settings.token_order, settings.tile)
             self._inverse = None if order is None else inverse_order(order)
-        self.attention = install(self.transformer, config)
+        self.attention = install(self.transformer, settings)
         if fused or mode != "none":
             precision = QuantizationConfig(mode=mode, fused=fused, originals="drop")  # type: ignore[arg-type]
             self.quantized = quantize_(self.transformer, precision)
@@ -300,15 +312,25 @@ def operations(sizes: BlockShape, sparsity: float) -> dict[str, float]:
     }
 
 
-def _transformer(sizes: BlockShape, head_dim: int, device: str, dtype: torch.dtype) -> Any:
+def attention_settings(keep_ratio: float, block_sizes: tuple[int, int], branch: str) -> AttentionConfig:
+    """The sparse attention that is measured, whatever the number of tokens."""
+    return AttentionConfig(
+        backend="auto", keep_ratio=keep_ratio, block_size_q=block_sizes[0], block_size_k=block_sizes[1],
+        dense_below=0, branch=branch,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def one_block(shape: str, device: str, dtype: torch.dtype) -> Any:
+    """A transformer of one layer with random weights, in the sizes of a shape."""
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(0)
+    sizes, head_dim = SHAPES[shape], HEAD_DIM.get(shape, 128)
     with torch.device(device):
         transformer = WanTransformer3DModel(
             patch_size=(1, 2, 2), num_attention_heads=sizes.width // head_dim, attention_head_dim=head_dim,
-            in_channels=16, out_channels=16, text_dim=512, freq_dim=256, ffn_dim=sizes.ffn, num_layers=1,
-            cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=1024,
+            in_channels=16, out_channels=16, text_dim=TEXT_WIDTH.get(shape, 4096), freq_dim=256, ffn_dim=sizes.ffn,
+            num_layers=1, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=1024,
         )  # fmt: skip
     transformer = transformer.eval().requires_grad_(False)
     # Gates of a size that lets every part of the block show in its output.
@@ -325,10 +347,11 @@ def cast_weights(transformer: Any, dtype: torch.dtype) -> Any:
     return transformer
 
 
-def _inputs(grid: TokenGrid, sizes: BlockShape, device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def random_inputs(shape: str, grid: TokenGrid, device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What a forward pass over `grid` takes: random latents and text, and a time."""
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(1, 16, grid.frames, 2 * grid.height, 2 * grid.width, generator=generator)
-    text = torch.randn(1, sizes.text_tokens, 512, generator=generator)
+    text = torch.randn(1, SHAPES[shape].text_tokens, TEXT_WIDTH.get(shape, 4096), generator=generator)
     return {
         "hidden_states": latents.to(device, dtype),
         "encoder_hidden_states": text.to(device, dtype),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,35 @@ def measure(call: Callable[[], Any], device: str, *, repeats: int = 5, warm_up: 
 def _wait(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
+
+
+def peak_extra_bytes(call: Callable[[], Any], device: str) -> int | None:
+    """Bytes that one call holds at its peak beyond what there was before, its result included; None where unknown.
+
+    On CUDA those of PyTorch's allocator. On Linux the growth of the process's resident peak, which the kernel counts
+    page by page; memory that was freed before is given back first, so that it is not used again unseen.
+    """
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        # 5 sets the peak back to what is resident now.
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status_bytes("VmRSS")
+        call()
+        return max(_status_bytes("VmHWM") - before, 0)
+    except (OSError, AttributeError, TypeError, StopIteration):
+        return None
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
 
 
 def gemm_peak(device: str, dtype: torch.dtype, *, repeats: int = 5) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from videospark.app.cli import app
 from videospark.benchmarks.attention import SHAPES, Shape, bench_attention, markdown
-from videospark.benchmarks.timing import gemm_peak, measure
+from videospark.benchmarks.timing import gemm_peak, measure, peak_extra_bytes
 from videospark.core.config import ConfigError
 
 
@@ -50,7 +51,7 @@ def test_measure_and_peak():
 
 
 def test_command_writes_table_and_numbers(tmp_path):
-    arguments = ["bench", "attention", "--shape", "tiny-96", "--backends", "gather", "--keep", "0.1,0.5"]
+    arguments = ["bench", "attention", "--shape", "tiny-96", "--backends", "gather", "--keep-ratio", "0.1,0.5"]
     arguments += ["--blocks", "16,16", "--repeats", "1", "--device", "cpu", "--output", str(tmp_path / "results")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
@@ -59,15 +60,41 @@ def test_command_writes_table_and_numbers(tmp_path):
     assert "share of GEMM peak" in (tmp_path / "results/attention.md").read_text()
 
 
-@pytest.mark.parametrize("wrong", [["--shape", "x"], ["--blocks", "64"], ["--keep", "a"], ["--dtype", "int8"]])
+@pytest.mark.parametrize("wrong", [["--shape", "x"], ["--blocks", "64"], ["--keep-ratio", "a"], ["--dtype", "int8"]])
 def test_wrong_options_are_named(wrong):
     result = CliRunner().invoke(app, ["bench", "attention", *wrong])
-    assert result.exit_code == 2 and wrong[0].strip("-") in result.stderr
+    assert result.exit_code == 2 and wrong[0].lstrip("-") in result.stderr
 
 
-def test_quantization_command_writes_numbers(tmp_path):
-    arguments = ["bench", "quantization", "--shape", "tiny", "--tokens", "32", "--repeats", "1", "--device", "cpu"]
+def test_linear_command_writes_numbers(tmp_path):
+    arguments = ["bench", "linear", "--shape", "tiny", "--tokens", "32", "--repeats", "1", "--device", "cpu"]
     result = CliRunner().invoke(app, [*arguments, "--no-torchao", "--output", str(tmp_path)])
     assert result.exit_code == 0, result.stderr
-    data = json.loads((tmp_path / "quantization.json").read_text())
-    assert set(data["ratios"]) == {"int8", "fp8"} and "ten products" in (tmp_path / "quantization.txt").read_text()
+    data = json.loads((tmp_path / "linear.json").read_text())
+    assert set(data["ratios"]) == {"int8", "fp8"} and "ten products" in (tmp_path / "linear.txt").read_text()
+
+
+def test_every_row_has_the_fields_that_are_read_by_others(tmp_path):
+    path = tmp_path / "rows.json"
+    arguments = ["bench", "attention", "--tokens", "200", "--heads", "2", "--head-dim", "32", "--dtype", "float32"]
+    arguments += ["--keep-ratio", "0.25", "--blocks", "16,16", "--backends", "gather", "--branch", "none,rola"]
+    arguments += ["--repeats", "1", "--device", "cpu", "--crossover", "--json", str(path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    data = json.loads(path.read_text())
+    fields = "backend tokens heads head_dim dtype keep_ratio pass seconds over_sdpa over_flex gemm_peak_share"
+    for row in data["rows"]:
+        assert set(f"{fields} peak_extra_bytes".split()) <= set(row)
+        assert (row["tokens"], row["heads"], row["head_dim"]) == (200, 2, 32) and row["pass"] == "forward"
+    assert [(row["backend"], row["branch"]) for row in data["rows"]] == [
+        ("sdpa", "none"), ("gather", "none"), ("gather", "rola"),
+    ]  # fmt: skip
+    assert data["crossover"]["backend"] == "gather" and "faster than dense" in result.output
+
+
+def test_extra_memory_is_what_a_call_holds():
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("this system does not count the peak of resident memory")
+    kept = []
+    made = peak_extra_bytes(lambda: kept.append(torch.ones(2**23)), "cpu")
+    assert 2**25 <= made < 1.3 * 2**25
