@@ -23,6 +23,7 @@ class Stage(str, enum.Enum):
     sharper = "sharper"
     teacher = "teacher"
     longer = "longer"
+    forms = "forms"
     grid = "grid"
     export = "export"
 

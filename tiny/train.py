@@ -5,6 +5,7 @@
     sharper  the same once more, on windows that all hold a shape           -> OUTPUT/sharper
     teacher  denoiser and text encoder at 64 x 64 x 17, 320 tokens          -> OUTPUT/teacher
     longer   the same, trained once more with a schedule of its own         -> OUTPUT/longer
+    forms    once more, with the loss weighted around the shapes            -> OUTPUT/forms
     grid     the same weights at 96 x 96 x 17, 720 tokens                   -> OUTPUT/grid
     export   the pipeline in diffusers layout, bf16, with its defaults      -> OUTPUT/checkpoint
 
@@ -25,13 +26,17 @@ from .pictures import loss_curve, reconstruction_sheet, sample_sheet
 from .train_teacher import GridStage, encode_dataset, train_grid
 from .train_vae import train_decoder, train_vae
 
-Stage = Literal["all", "vae", "decoder", "sharper", "teacher", "longer", "grid", "export"]
+Stage = Literal["all", "vae", "decoder", "sharper", "teacher", "longer", "forms", "grid", "export"]
 
 VAE_STEPS = 1600
 TEACHER = GridStage(
     "teacher", size=64, num_clips=12288, num_steps=3700, batch_size=16, muon_lr=2e-3, adamw_lr=1.5e-3, shift=3.0
 )
 LONGER = GridStage("longer", 64, 12288, 4600, 16, muon_lr=1.5e-3, adamw_lr=1.1e-3, shift=3.0, decay_share=0.5)
+FORMS = GridStage(
+    "forms", 64, 6144, 2600, 16, muon_lr=1.5e-3, adamw_lr=1.1e-3, shift=3.0, decay_share=0.5, first_frame_share=0.3,
+    shape_weight=5.0,
+)  # fmt: skip
 GRID = GridStage("grid", 96, 4096, 1000, 8, muon_lr=8e-4, adamw_lr=6e-4, shift=3.0, decay_share=0.6)
 DECODER_STEPS = 600
 SHARPER_STEPS = 700
@@ -39,6 +44,7 @@ QUICK_VAE_STEPS = 10
 QUICK = {
     "teacher": GridStage("teacher", 32, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
     "longer": GridStage("longer", 32, 16, 10, 4, 1.5e-3, 1.1e-3, 3.0),
+    "forms": GridStage("forms", 32, 16, 10, 4, 1.5e-3, 1.1e-3, 3.0, shape_weight=5.0),
     "grid": GridStage("grid", 48, 8, 10, 2, 7e-4, 5e-4, 4.0),
 }
 
@@ -144,8 +150,12 @@ def _train_longer(output: Path, quick: bool, compile_kernels: bool) -> Path:
     return _train_denoiser(output, QUICK["longer"] if quick else LONGER, "teacher", compile_kernels)
 
 
+def _train_forms(output: Path, quick: bool, compile_kernels: bool) -> Path:
+    return _train_denoiser(output, QUICK["forms"] if quick else FORMS, "longer", compile_kernels)
+
+
 def _train_larger_grid(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _train_denoiser(output, QUICK["grid"] if quick else GRID, "longer", compile_kernels)
+    return _train_denoiser(output, QUICK["grid"] if quick else GRID, "forms", compile_kernels)
 
 
 def _assemble(vae: AutoencoderKLWan, transformer: torch.nn.Module, text_encoder: torch.nn.Module) -> WanPipeline:
@@ -204,6 +214,7 @@ _STAGES = {
     "sharper": _train_sharper,
     "teacher": _train_teacher,
     "longer": _train_longer,
+    "forms": _train_forms,
     "grid": _train_larger_grid,
     "export": _export,
 }
