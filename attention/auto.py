@@ -65,7 +65,7 @@ def choose_backend(config: AttentionConfig, *, device: str, dtype: str, head_dim
         ConfigError: none of the backends can run.
     """
     passed = []
-    preference = PREFERENCE.get(device, ("gather",))
+    preference: tuple[str, ...] = PREFERENCE.get(device, ("gather",))
     if device == "cpu" and _has_amx():
         preference = tuple(sorted(preference, key=lambda name: name == "native"))
     for name in preference:

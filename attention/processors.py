@@ -123,8 +123,11 @@ class SelfAttentionProcessor:
         heads = slice(0, attn.heads)
         # Only a branch that must see all tokens at once has to be given queries and keys before the rotation by all
         # ranks; otherwise each rank rotates its own tokens.
-        whole = ranks is not None and branch is not None
-        whole = whole and not branch.takes_shares(hidden_states.device.type, hidden_states.dtype)
+        whole = (
+            ranks is not None
+            and branch is not None
+            and not branch.takes_shares(hidden_states.device.type, hidden_states.dtype)
+        )
         # Branches need queries and keys before the rotation.
         fused = attn.__dict__.get(FUSED_NORM_ROPE)
         if fused is not None and branch is None and rotary_emb is not None:
@@ -135,7 +138,7 @@ class SelfAttentionProcessor:
         else:
             query, key = attn.norm_q(query), attn.norm_k(key)
             query, key, value = (tensor.unflatten(2, (attn.heads, -1)) for tensor in (query, key, value))
-            if whole:
+            if ranks is not None and whole:
                 heads, rotary_emb = ranks.heads_of(attn.heads), context.tables
                 query, key, value = (ranks.to_heads(tensor) for tensor in (query, key, value))
                 gate = None if gate is None else ranks.to_heads(gate)

@@ -151,7 +151,7 @@ def bench_attention(
     peak = gemm_peak(device, dtype)
     pairs = shape.heads * shape.tokens**2
     operations = (FORWARD_OPERATIONS + (BACKWARD_OPERATIONS if backward else 0)) * shape.head_dim * pairs
-    fixed = {
+    fixed: dict[str, Any] = {
         "tokens": shape.tokens, "heads": shape.heads, "head_dim": shape.head_dim,
         "dtype": str(dtype).removeprefix("torch."), "pass_name": "forward and backward" if backward else "forward",
         "inputs_bytes": 3 * q.numel() * q.element_size(),

@@ -11,6 +11,7 @@ import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -140,9 +141,10 @@ def _rola(device: str, length: int, dtype_name: str) -> tuple[bool, str]:
         cos, sin = angles.cos().to(device, wide), angles.sin().to(device, wide)
         names = ("gate", "map_q", "map_k")
         if kernels:
-            out = rola_triton(form, *own, cos, sin)
+            out = rola_triton(form, *own, cos, sin)  # type: ignore[call-arg]
         else:
-            out = linear_branch(form, *own[:4], cos=cos, sin=sin, **dict(zip(names, own[4:], strict=True)))
+            named: dict[str, Any] = dict(zip(names, own[4:], strict=True))
+            out = linear_branch(form, *own[:4], cos=cos, sin=sin, **named)
         return [out.detach(), *torch.autograd.grad(out, own, slope.to(out.dtype))]
 
     actual, low, truth = run(True, None), run(False, None), run(False, torch.float64)
@@ -218,7 +220,8 @@ def _product(device: str, sizes: Sizes, number: str) -> tuple[bool, str]:
     x[0] = 0
     exact = torch.nn.functional.linear(x.float(), weight, bias)
     quantize_(holder, QuantizationConfig(mode=number, include=("layer",), exclude=(), originals="drop"))  # type: ignore[arg-type]
-    made, engine = holder["layer"](x), holder["layer"].engine_on(x.device, dtype)
+    layer: Any = holder["layer"]
+    made, engine = layer(x), layer.engine_on(x.device, dtype)
     error, zero = relative_error(made, exact), relative_error(made[0], bias)
     good = error <= PRODUCT_LIMITS[number] and zero <= 0.01
     return good, f"relative error {error:.2%} (at most {PRODUCT_LIMITS[number]:.0%}); {engine}"

@@ -49,7 +49,7 @@ class ExpertSwap:
     """
 
     def __init__(self, pipe: Any, device: torch.device) -> None:
-        found = [getattr(pipe, name, None) for name in EXPERTS]
+        found: list[Any] = [getattr(pipe, name, None) for name in EXPERTS]
         require(all(part is not None for part in found), "offload", "experts", "used with a pipeline of two experts")
         self._experts: tuple[nn.Module, nn.Module] = (found[0], found[1])
         self._pipe = weakref.ref(pipe)
@@ -104,7 +104,7 @@ class ExpertSwap:
     def _parts(self) -> Iterator[tuple[nn.Module, nn.Module]]:
         """The blocks of both experts in order; last, the experts as a whole for what lies outside of the blocks."""
         first, second = self._experts
-        yield from zip(first.blocks, second.blocks, strict=True)  # type: ignore[call-overload]
+        yield from zip(first.blocks, second.blocks, strict=True)  # type: ignore[arg-type]
         yield first, second
 
     def _slots(self, parts: tuple[nn.Module, nn.Module]) -> list[_Slot]:

@@ -101,7 +101,8 @@ def place(
     require(mode in MODES, "offload", mode, f"one of {', '.join(MODES)}")
     if (present := offload_of(pipe)) is not None:
         raise ConfigError(f"offload: got a pipeline that is offloaded ({present.mode}); must be taken back first")
-    reason, considered = "as asked for", {}
+    reason = "as asked for"
+    considered: dict[str, float] = {}
     if mode == "auto":
         mode, reason, considered = choose(pipe, target, size=size, recipe=recipe, card=card)
     swap = None

@@ -48,7 +48,7 @@ def quantize_rows(
     if granularity != "row" or not fits(x, number):
         return quantize_rows_plainly(x, number, granularity, row_multiple=row_multiple)
     x = x if x.stride(-1) == 1 else x.contiguous()
-    rows = _empty_rows(*x.shape, row_multiple)
+    rows = _empty_rows(x.shape[0], x.shape[1], row_multiple)
     _call("quantize_rows", x.dtype, x, x.stride(0), *x.shape, rows.values, rows.scale)
     return rows
 
@@ -138,7 +138,7 @@ def gelu_tanh(
     x = x.contiguous()
     flat = x.view(-1, x.shape[-1])
     y = torch.empty_like(flat)
-    rows = None if number is None else _empty_rows(*flat.shape, row_multiple)
+    rows = None if number is None else _empty_rows(flat.shape[0], flat.shape[1], row_multiple)
     _call(
         "gelu_rows", x.dtype, flat, *flat.shape, y,
         None if rows is None else rows.values, None if rows is None else rows.scale,

@@ -172,8 +172,8 @@ class _LinearBranch(torch.autograd.Function):
                 for place, part in zip((5, 7, 8), parts[5:], strict=True):
                     _add(grads[place], part)
             if keys_need:
-                grad_summary, grad_features = (_of_all_ranks(plan, part) for part in (grad_summary, grad_features))
-                _backward_of_keys(plan, (key, value, map_k), grads, needs, grad_summary, grad_features)
+                shared = [_of_all_ranks(plan, part) for part in (grad_summary, grad_features)]
+                _backward_of_keys(plan, (key, value, map_k), grads, needs, *shared)  # type: ignore[arg-type]
         typed = (None if grad is None else grad.to(each.dtype) for grad, each in zip(grads, tensors, strict=True))
         return (None, *typed)
 
