@@ -20,7 +20,7 @@ ALLOWED = {
     "benchmarks": {"core", "attention", "quantization", "pipelines", "tiny"},
     "app": {"core", "attention", "quantization", "pipelines", "tiny", "evaluation", "distill", "benchmarks"},
 }
-HOME_OF_HEAVY = {"gradio": "page.py", "ray": "ray_batch.py", "triton": "triton_kernels.py"}
+HOME_OF_HEAVY = {"gradio": "page*.py", "ray": "ray_batch.py", "triton": "triton_kernels.py"}
 
 
 def module_files(package: str) -> list[Path]:
@@ -76,7 +76,7 @@ def test_the_reader_of_imports_resolves_relative_ones():
 
 
 @pytest.mark.parametrize("heavy", HOME_OF_HEAVY)
-def test_heavy_optional_packages_are_imported_in_one_file_alone(heavy):
+def test_heavy_optional_packages_are_imported_in_their_files_alone(heavy):
     for package in ALLOWED:
         for path in module_files(package):
             tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -85,4 +85,4 @@ def test_heavy_optional_packages_are_imported_in_one_file_alone(heavy):
                 if isinstance(node, ast.ImportFrom) and not node.level:
                     names = [node.module or ""]
                 uses = any(name.split(".")[0] == heavy for name in names)
-                assert not uses or path.name == HOME_OF_HEAVY[heavy], f"{path.relative_to(PACKAGE)} imports {heavy}"
+                assert not uses or path.match(HOME_OF_HEAVY[heavy]), f"{path.relative_to(PACKAGE)} imports {heavy}"
