@@ -20,7 +20,7 @@ from .engine import usable_recipes
 from .history import Clip
 from .page_api import ServiceApi
 from .page_endpoints import add_endpoints
-from .page_errors import QUIET, owner_of, user_errors
+from .page_errors import QUIET, owner_of, refuse_no_pictures, user_errors
 from .page_look import LookTab
 from .page_style import header_html
 from .page_tabs import BatchTab, CompareTab, GalleryTab
@@ -63,8 +63,8 @@ class Page:
                     form = self._generate_tab(blocks)
                 with gr.Tab("Compare", id="compare"):
                     CompareTab(self.service, self.recipes, self.own).build()
-                with gr.Tab("Look inside", id="look"):
-                    LookTab(self.service, self.recipes, self.own).build(blocks)
+                with gr.Tab("Look inside", id="look") as look_tab:
+                    LookTab(self.service, self.recipes, self.own).build(look_tab)
                 with gr.Tab("Gallery", id="gallery") as gallery_tab:
                     GalleryTab(self.service, self.recipes).build(gallery_tab, tabs, form)
                 with gr.Tab("Batch", id="batch"):
@@ -107,6 +107,7 @@ class Page:
             form["image"] = gr.Image(
                 label="First frame", show_label=False, type="filepath", sources=["upload", "clipboard"], height=180
             )
+            refuse_no_pictures(form["image"])
         choices = view.recipe_choices(self.recipes, self.own)
         form["recipe"] = gr.Dropdown(choices, value=view.OWN_RECIPE, label="Recipe", elem_id="recipe")
         card = gr.HTML(view.recipe_html(self.own, self.defaults, None), elem_id="recipe-card")

@@ -6,6 +6,7 @@ import html
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import gradio as gr
 
@@ -39,3 +40,21 @@ def user_errors() -> Iterator[None]:
             _LOG.exception("a handler of the page failed")
             text = "something broke; the log says what"
         raise user_error(text) from None
+
+
+def refuse_no_pictures(component: gr.Image) -> None:
+    """Lets a component say that a file is no picture; by itself gradio shows the one word "Error"."""
+    read = component.preprocess
+
+    def checked(payload: Any) -> Any:
+        try:
+            return read(payload)
+        except gr.Error:
+            raise
+        except Exception:
+            _LOG.info("an uploaded picture cannot be read", exc_info=True)
+            raise user_error(
+                "image: got a file that cannot be read as a picture; must be a PNG, JPEG or WebP"
+            ) from None
+
+    component.preprocess = checked

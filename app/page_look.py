@@ -34,8 +34,12 @@ class LookTab:
         self.sparse = [recipe for recipe in recipes if view.is_sparse(recipe)]
         self.load = functools.lru_cache(maxsize=8)(BlockMaps.load)  # of moved sliders; files never change
 
-    def build(self, blocks: gr.Blocks) -> None:
-        """Lays it out; a page without a sparse recipe says so."""
+    def build(self, tab: gr.Tab) -> None:
+        """Lays it out; a page without a sparse recipe says so.
+
+        Args:
+            tab: this one; opening it finds the clip that this browser looked at last.
+        """
         choices = view.recipe_choices(self.sparse, self.own)[0 if view.is_sparse(self.own) else 1 :]
         if not choices:
             gr.HTML(empty_html("This model has no recipe that leaves blocks out."))
@@ -48,7 +52,7 @@ class LookTab:
             seed = gr.Number(label="Seed", value=0, precision=0, minimum=0, scale=1, min_width=100)
         run = gr.Button("Make it and look", variant="primary", elem_id="look-button")
         status = gr.HTML(view.status_html(None), elem_id="look-status")
-        with gr.Row(visible=False) as shown:
+        with gr.Row():
             with gr.Column(scale=2, min_width=260):
                 video = gr.Video(label="Clip", interactive=False, loop=True, autoplay=True, elem_classes="vs-media")
                 step = gr.Slider(0, 1, step=1, value=0, label="Recorded step")
@@ -60,9 +64,9 @@ class LookTab:
                     label="Kept blocks", interactive=False, format="png", elem_classes="vs-map", elem_id="look-map"
                 )
                 gr.HTML(_LEGEND)
-        targets = [current, status, shown, video, step, layer, head, words, picture]
+        targets = [current, status, video, step, layer, head, words, picture]
         run.click(self._run, [prompt, recipe, seed], targets, **QUIET)
-        blocks.load(self._resume, [current], targets, **QUIET)
+        tab.select(self._resume, [current], targets, **QUIET)
         for slider in (step, layer, head):
             slider.change(self._draw, [current, step, layer, head], [words, picture], **QUIET)
 
@@ -81,20 +85,20 @@ class LookTab:
     def _follow(self, request_id: str, owner: str | None) -> Iterator[Any]:
         for snapshot in self.service.watch(request_id, owner):
             if snapshot.status is not Status.done:
-                yield (request_id, view.status_html(snapshot), *[gr.skip()] * 7)
+                yield (request_id, view.status_html(snapshot), *[gr.skip()] * 6)
         clip = self.service.clip(request_id, owner)
         if clip is None:
             return
         if not clip.maps_path.is_file():
             text = "Every layer was dense: the clip is too short for this recipe, or the recipe keeps everything."
-            yield (request_id, view.status_html(None, text), gr.update(visible=False), *[gr.skip()] * 6)
+            yield (request_id, view.status_html(None, text), str(clip.video), *[gr.skip()] * 3, "", None)
             return
         maps = self.load(clip.maps_path)
         steps, layers, heads = maps.shares.shape[:3]
         yield (
-            request_id, view.status_html(None, "Done."), gr.update(visible=True), str(clip.video),
-            gr.update(maximum=steps - 1, value=0, visible=steps > 1), gr.update(maximum=layers - 1, value=0),
-            gr.update(maximum=heads - 1, value=-1), *_drawn(maps, 0, 0, -1),
+            request_id, view.status_html(None, "Done."), str(clip.video),
+            gr.update(maximum=max(steps - 1, 1), value=0), gr.update(maximum=max(layers - 1, 1), value=0),
+            gr.update(maximum=max(heads - 1, 0), value=-1), *_drawn(maps, 0, 0, -1),
         )  # fmt: skip
 
     def _draw(self, current: str | None, step: float, layer: float, head: float, http: gr.Request) -> tuple[Any, Any]:
@@ -106,6 +110,7 @@ class LookTab:
 
 
 def _drawn(maps: BlockMaps, step: int, layer: int, head: int) -> tuple[str, Any]:
-    one = None if head < 0 else head
+    steps, layers, heads = maps.shares.shape[:3]  # a slider has two ends even where there is one layer
+    step, layer, one = min(step, steps - 1), min(layer, layers - 1), None if head < 0 else min(head, heads - 1)
     share = float(maps.share(step, layer, one).mean())
     return view.look_html(maps, step, layer, one, share), maps.picture(step, layer, one)

@@ -13,7 +13,8 @@ THEME = gr.themes.Base(
     body_background_fill="*neutral_50", body_background_fill_dark="*neutral_950",
     block_background_fill="white", block_background_fill_dark="*neutral_900",
     block_border_width="1px", block_border_color="*neutral_200", block_border_color_dark="*neutral_800",
-    block_label_background_fill="transparent", block_label_background_fill_dark="transparent",
+    body_text_color_subdued="*neutral_500", body_text_color_subdued_dark="*neutral_400",
+    block_label_background_fill="*neutral_50", block_label_background_fill_dark="*neutral_800",
     block_label_border_width="0px", block_label_border_width_dark="0px",
     block_label_text_color="*neutral_600", block_label_text_color_dark="*neutral_300",
     block_title_text_color="*neutral_700", block_title_text_color_dark="*neutral_200", block_title_text_weight="600",
@@ -24,11 +25,12 @@ THEME = gr.themes.Base(
 )  # fmt: skip
 
 CSS = """
-.gradio-container {max-width: 1240px !important; margin: 0 auto !important}
+.gradio-container .fillable {width: 100% !important; max-width: 1240px !important; margin: 0 auto !important}
+.tab-container.visually-hidden {max-width: 100%; overflow: hidden}
 .vs-head {display: flex; align-items: center; gap: .8rem; padding: .6rem 0; flex-wrap: wrap}
 .vs-mark {width: 2.2rem; height: 2.2rem; border-radius: .6rem; display: grid; place-items: center; color: white;
   background: linear-gradient(135deg, var(--primary-600), #22b8a6)}
-.vs-mark svg {width: 1.2rem; height: 1.2rem}
+.vs-mark svg {width: 1.2rem; height: 1.2rem; fill: white}
 .vs-name {font-size: 1.35rem; font-weight: 700; letter-spacing: -.02em; margin: 0 !important}
 .vs-badge, .vs-chip {border: 1px solid var(--border-color-primary); border-radius: 999px; padding: .1rem .7rem;
   font-size: .85rem; color: var(--body-text-color-subdued); white-space: nowrap}
@@ -43,29 +45,35 @@ CSS = """
 .vs-empty {padding: 2rem 1rem; text-align: center; color: var(--body-text-color-subdued)}
 .vs-title {font-weight: 600; margin: .2rem 0 .4rem}
 .vs-report {overflow-x: auto}
-.vs-report table, .vs-stages table {border-collapse: collapse; width: 100%; margin: 0 0 .8rem}
+.vs-report :is(thead, tbody, tr), .vs-stages :is(thead, tbody, tr) {border: 0 !important}
+.vs-report table, .vs-stages table {border: 0 !important; border-collapse: collapse; width: 100%; margin: 0 0 .8rem}
 .vs-report td, .vs-report th, .vs-stages td, .vs-stages th {border: 0 !important;
   padding: .3rem .9rem .3rem 0 !important; border-bottom: 1px solid var(--border-color-primary) !important;
   text-align: left; font-size: .9rem;
   vertical-align: top}
 .vs-report th, .vs-stages th, .vs-report .vs-key td:first-child {color: var(--body-text-color-subdued);
   font-weight: 500; white-space: nowrap}
+.vs-stages {overflow-x: auto}
 .vs-stages td {font-variant-numeric: tabular-nums}
 .vs-stages .vs-share {width: 40%; min-width: 6rem}
 .vs-numbers {display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .8rem}
 .vs-number {border: 1px solid var(--border-color-primary); border-radius: .8rem; padding: .8rem 1rem;
   background: var(--block-background-fill)}
 .vs-number b {display: block; font-size: 1.7rem; letter-spacing: -.02em}
-.vs-number span, .vs-note {font-size: .88rem; color: var(--body-text-color-subdued)}
+.vs-number span, .vs-note {margin-top: .5rem; font-size: .88rem; color: var(--body-text-color-subdued)}
 .vs-legend {display: flex; align-items: center; gap: .6rem; font-size: .88rem; color: var(--body-text-color-subdued)}
 .vs-ramp {flex: 0 0 8rem; height: .6rem; border-radius: .3rem;
   background: linear-gradient(90deg, #13122b, #3b3a91, #3e7dbe, #53c4ad, #faf0a0)}
 .vs-media video {max-height: 460px; object-fit: contain}
+#gallery .grid-wrap {min-height: 0 !important; height: auto !important}
+#gallery .grid-container {grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)) !important}
 .vs-map img {image-rendering: pixelated}
 @media (max-width: 640px) {
   .gradio-container {padding: .5rem !important}
   .vs-name {font-size: 1.15rem}
   .vs-media video {max-height: 60vh}
+  .vs-stages .vs-share {width: auto; min-width: 3rem}
+  .vs-report td, .vs-report th, .vs-stages td, .vs-stages th {padding-right: .5rem !important}
 }
 """
 _BOLT = '<svg viewBox="0 0 24 24" fill="currentColor" aria-hidden="true"><path d="M13 2 4 14h6l-1 8 9-12h-6z"/></svg>'

@@ -97,7 +97,7 @@ class GalleryTab:
         shown, selected, page = gr.State([]), gr.State(None), gr.State(1)
         empty = gr.HTML(empty_html("No clips yet. The ones you make appear here."), visible=False)
         gallery = gr.Gallery(
-            label="Past clips, the newest first", columns=[2, 3, 5], height="auto", allow_preview=False,
+            label="Past clips, the newest first", columns=5, height="auto", allow_preview=False,
             object_fit="cover", elem_id="gallery",
         )  # fmt: skip
         with gr.Row(visible=False) as pages:

@@ -158,13 +158,16 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 @forks
-def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path):
-    jobs = [job(f"job{i:02}") for i in range(12)]
+@pytest.mark.parametrize(
+    ("count", "longest"), [(12, 0.5), pytest.param(100, 4.0, marks=pytest.mark.slow)], ids=["few", "hundred"]
+)
+def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path, count, longest):
+    jobs = [job(f"job{i:02}") for i in range(count)]
     chance = random.Random(0)
     path, log = tmp_path / "out", tmp_path / "log"
     for _ in range(5):
         process = in_another_process(path, jobs, log)
-        process.join(chance.uniform(0.05, 0.5))
+        process.join(chance.uniform(0.05, longest))
         if process.is_alive():
             os.kill(process.pid, signal.SIGKILL)
         process.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import sys
 import threading
@@ -22,6 +23,7 @@ from videospark.app.commands_serve import examples_for, read_logins
 from videospark.app.page_files import OnlyClips
 from videospark.app.service_data import ServiceLimits, Snapshot, Status
 from videospark.pipelines.recipe import Recipe, preset
+from videospark.pipelines.stages import resident_bytes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fakes import FakeEngine, hash_of
@@ -296,7 +298,7 @@ def test_a_request_can_be_cancelled(client, server):
 def test_clients_at_once_get_their_own(server, clients, each):
     from gradio_client import Client
 
-    found, problems = {}, []
+    found, problems, resident = {}, [], []
 
     def work(number):
         try:
@@ -304,6 +306,7 @@ def test_clients_at_once_get_their_own(server, clients, each):
             for index in range(each):
                 prompt = f"client {number} clip {index}"
                 found[prompt] = own.predict(prompt=prompt, seed=0, api_name="/generate")
+                resident.append(resident_bytes())
         except Exception as error:
             problems.append(error)
 
@@ -313,6 +316,8 @@ def test_clients_at_once_get_their_own(server, clients, each):
     for thread in threads:
         thread.join(600)
     assert not problems and len(found) == clients * each
+    if each > 10:  # after the first third nothing is left that is made once; a clip of each request would show
+        assert resident[-1] - resident[len(resident) // 3] < 64 * 2**20
     for prompt, data in found.items():
         assert data["status"] == "done" and data["prompt"] == prompt
         assert abs(int(np.mean(imageio.imread(data["video"]))) - hash_of(prompt)) < 12
@@ -340,6 +345,33 @@ def test_a_large_upload_is_refused(server):
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(asked, timeout=30)
     assert caught.value.code == 413
+
+
+def test_an_upload_of_200_megabytes_is_refused_and_not_kept(server):
+    from gradio.utils import get_upload_folder
+
+    host, port = server.address.removeprefix("http://").split(":")
+    size, boundary = 200 * 2**20, "x" * 20
+    head = f'--{boundary}\r\nContent-Disposition: form-data; name="files"; filename="huge.png"\r\n\r\n'.encode()
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection.putrequest("POST", "/gradio_api/upload")
+    connection.putheader("Content-Type", f"multipart/form-data; boundary={boundary}")
+    connection.putheader("Content-Length", str(size))
+    before = resident_bytes()
+    try:
+        connection.endheaders(head)
+        for _ in range(size // 2**20 - 1):
+            connection.send(b"0" * 2**20)
+        connection.send(b"0" * (2**20 - len(head)))
+        code = connection.getresponse().status
+    except (BrokenPipeError, ConnectionResetError):
+        code = 413  # hung up on in the middle
+    finally:
+        connection.close()
+    assert code == 413
+    assert resident_bytes() - before < 100 * 2**20
+    assert not list(Path(get_upload_folder()).rglob("huge.png"))
+    assert get(server.address)[0] == 200
 
 
 def test_the_page_itself_is_there_and_listens_to_this_machine_alone(server):
