@@ -55,6 +55,8 @@ def test_triton_conforms(name, sizes):
 @pytest.fixture
 def backend(monkeypatch):
     """Registers a backend made of a function; it is forgotten after the test."""
+    for name in backends_module.available_backends():
+        backends_module.get_backend(name)  # a module that is first imported below would be forgotten with the copy
     monkeypatch.setattr(backends_module, "_REGISTERED", dict(backends_module._REGISTERED))
 
     def register(function, **constraints):

@@ -195,6 +195,8 @@ def test_what_cannot_work_is_refused_at_install(transformer):
 
 
 def test_backend_constraints_name_reason_and_alternatives(transformer, monkeypatch):
+    for name in available_backends():
+        get_backend(name)  # a module that is first imported below would be forgotten with the copy
     monkeypatch.setattr(backends_module, "_REGISTERED", dict(backends_module._REGISTERED))
 
     @register_backend("picky")
