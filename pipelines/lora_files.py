@@ -76,7 +76,7 @@ class LoRAFile:
         path: of the file.
         changes: by module name as the file has it, of the first and, where keys say so, of the second expert.
         unread: keys that belong to no convention.
-        num_zero: differences that are all zeros and left out.
+        num_zero: modules whose changes are all zeros and left out.
     """
 
     path: Path
@@ -197,6 +197,8 @@ def _change(path: Path, module: str, parts: Mapping[str, torch.Tensor], settings
             bias = parts["up_bias"].float() * factor
     bad = [role for role, tensor in parts.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     require(not bad, f"lora.{module}", f"NaN or infinite values in {', '.join(bad)}", "finite")
+    if down is not None and up is not None and not (factor and up.any() and down.any()):
+        down = up = None  # one that was never trained, or whose alpha is 0
     whole = parts.get("weight")
     # Extracted LoRAs carry differences of norms that are all zeros.
     whole = None if whole is not None and not whole.any() else whole
@@ -227,9 +229,21 @@ def _peft_settings(path: Path) -> dict[str, Any]:
         with safe_open(path, framework="pt") as handle:
             text = (handle.metadata() or {}).get("lora_adapter_metadata")
         if text:
-            data = {key.removeprefix("transformer."): value for key, value in json.loads(text).items()}
+            data = {key.removeprefix("transformer."): value for key, value in _table(text, path.name).items()}
     config = path.with_name("adapter_config.json")
     if not data and path.name == _FOLDER_FILES[0] and config.is_file():
-        data = json.loads(config.read_text(encoding="utf-8"))
+        data = _table(config.read_text(encoding="utf-8"), config.name)
     require(not data.get("use_dora"), "lora.use_dora", True, "false: DoRA is another kind of adapter")
     return data
+
+
+def _table(text: str, name: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"lora: got {name} with settings that are no JSON ({error}); must be a JSON object"
+        ) from error
+    require(isinstance(data, dict), f"lora.{name}", data, "settings as a JSON object")
+    made: dict[str, Any] = data
+    return made

@@ -116,6 +116,9 @@ class InstalledLoRAs:
             raise ConfigError(f"lora: got {key.partition(':')[0]} on the meta device; must be {rule}")
         held = self._changed.get(key)
         if held is None or held[0] is not original or held[1] != original._version or held[2].device != device:
+            if device.type == "cuda":
+                # Offloading may still be copying the original, on a stream that this one does not wait for.
+                torch.cuda.synchronize(device)
             total = original.detach().to(device, torch.float32)
             for weight, change in parts:
                 if (difference := _difference(change, part, tuple(original.shape))) is not None:
