@@ -29,7 +29,8 @@ class BranchInputs:
 
     Attributes:
         sparse: output of the sparse softmax [batch, tokens, H, head_dim].
-        query: after normalisation, before the rotary embedding, like `sparse`.
+        query: after normalisation, before the rotary embedding, like `sparse`; None where the branch said that it does
+            without (`LinearBranch.takes_rotated`), see `unrotated`.
         key: likewise.
         value: like `sparse`.
         rotated_query: after the rotary embedding.
@@ -40,11 +41,12 @@ class BranchInputs:
         context: the forward pass.
         block_map: what the sparse softmax attended to, where the branch asked for it.
         ranks: who holds the other tokens, where these are only a share of them (see `LinearBranch.takes_shares`).
+        overwrite: whether the branch may write its result into `sparse`.
     """
 
     sparse: torch.Tensor
-    query: torch.Tensor
-    key: torch.Tensor
+    query: torch.Tensor | None
+    key: torch.Tensor | None
     value: torch.Tensor
     rotated_query: torch.Tensor
     rotated_key: torch.Tensor
@@ -54,6 +56,29 @@ class BranchInputs:
     context: ForwardContext
     block_map: BlockMap | None = None
     ranks: Ulysses | None = None
+    overwrite: bool = False
+
+    def unrotated(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query and key before the rotary embedding; turned back, which rounds once more, where they are not there."""
+        if self.query is not None and self.key is not None:
+            return self.query, self.key
+        cos, sin = self.rotary
+        return rotate(self.rotated_query, cos, -sin), rotate(self.rotated_key, cos, -sin)
+
+    def room(self) -> torch.Tensor | None:
+        """`sparse` where the result may take its place and nothing else lies there, else None."""
+        others = {tensor.untyped_storage().data_ptr() for tensor in (self.rotated_query, self.rotated_key, self.value)}
+        alone = self.sparse.is_contiguous() and self.sparse.untyped_storage().data_ptr() not in others
+        return self.sparse if self.overwrite and alone else None
+
+
+def rotate(tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate each pair of channels of tokens [batch, tokens, heads, head_dim]; the tables hold every angle twice."""
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    pairs = tokens.unflatten(-1, (-1, 2))
+    even, odd = pairs[..., 0], pairs[..., 1]
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rotated.flatten(-2).to(tokens.dtype)
 
 
 class LinearBranch(nn.Module):
@@ -78,6 +103,10 @@ class LinearBranch(nn.Module):
 
         Otherwise each rank gets all tokens with a share of the heads.
         """
+        return False
+
+    def takes_rotated(self, device: str, dtype: torch.dtype) -> bool:
+        """Whether queries and keys after the rotary embedding are enough for it, so that nobody keeps the others."""
         return False
 
     def forward(self, inputs: BranchInputs) -> torch.Tensor:

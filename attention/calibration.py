@@ -28,10 +28,10 @@ from torch import nn
 
 from ..core.config import require
 from .backends import AttentionBackend, checked_backend
-from .branches import INITIAL_SEED, BranchInputs, LinearBranch, build_branch
+from .branches import INITIAL_SEED, BranchInputs, LinearBranch, build_branch, rotate
 from .config import AttentionConfig
 from .context import ForwardContext
-from .processors import install, rotate
+from .processors import install
 from .rola.fused import linear_branch
 from .rola.module import RoLABranch
 from .routing import BlockMap

@@ -22,7 +22,7 @@ from ..core.config import ConfigError, require
 from .accounting import flop_sparsity
 from .auto import AutoChoice, choose_backend
 from .backends import AUTO, AttentionBackend, checked_backend, get_backend
-from .branches import MODULE_NAME, BranchInputs, InstalledBranches, LinearBranch
+from .branches import MODULE_NAME, BranchInputs, InstalledBranches, LinearBranch, rotate
 from .config import AttentionConfig
 from .context import ForwardContext, RotaryTables
 from .grid import TokenGrid, inverse_order
@@ -128,15 +128,18 @@ class SelfAttentionProcessor:
             and branch is not None
             and not branch.takes_shares(hidden_states.device.type, hidden_states.dtype)
         )
-        # Branches need queries and keys before the rotation.
         fused = attn.__dict__.get(FUSED_NORM_ROPE)
-        if fused is not None and branch is None and rotary_emb is not None:
+        # Some branches need queries and keys before the rotation.
+        alone = branch is None or (not whole and branch.takes_rotated(hidden_states.device.type, hidden_states.dtype))
+        if fused is not None and alone and rotary_emb is not None:
             rotated = tuple(
                 fused(norm, x, rotary_emb, attn.heads) for norm, x in ((attn.norm_q, query), (attn.norm_k, key))
             )
+            dtype, query, key = query.dtype, None, None
             value = value.unflatten(2, (attn.heads, -1))
         else:
             query, key = attn.norm_q(query), attn.norm_k(key)
+            dtype = query.dtype
             query, key, value = (tensor.unflatten(2, (attn.heads, -1)) for tensor in (query, key, value))
             if ranks is not None and whole:
                 heads, rotary_emb = ranks.heads_of(attn.heads), context.tables
@@ -159,12 +162,13 @@ class SelfAttentionProcessor:
             shares = None if whole else ranks
             out = branch(
                 BranchInputs(
-                    out, query, key, value, rotated[0], rotated[1], gate, rotary_emb, heads, context, block_map, shares
+                    out, query, key, value, rotated[0], rotated[1], gate, rotary_emb, heads, context, block_map, shares,
+                    overwrite=True,
                 )
-            )
+            )  # fmt: skip
         if ranks is not None and whole:
             out = ranks.to_tokens(out)
-        out = out.flatten(2, 3).type_as(query)
+        out = out.flatten(2, 3).to(dtype)
         for module in attn.to_out:
             out = module(out)
         return out
@@ -190,15 +194,6 @@ class SelfAttentionProcessor:
         problems = [] if self._parallel_config is None else ulysses_problems(self._parallel_config, attn.heads)
         if problems:
             raise NotImplementedError(f"context parallelism: {'; '.join(problems)}")
-
-
-def rotate(tokens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair of channels of tokens [batch, tokens, heads, head_dim]; the tables hold every angle twice."""
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
-    pairs = tokens.unflatten(-1, (-1, 2))
-    even, odd = pairs[..., 0], pairs[..., 1]
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return rotated.flatten(-2).to(tokens.dtype)
 
 
 class InstalledAttention:

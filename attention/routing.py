@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+CPU_POOL_ELEMENTS = 2**18
+"""Numbers that are averaged at a time where PyTorch makes a wide copy of them first: those stay in the cache."""
+
 
 @dataclass(frozen=True)
 class BlockMap:
@@ -104,7 +107,12 @@ def pool_blocks(tokens: torch.Tensor, block_size: int) -> torch.Tensor:
     length = tokens.shape[1]
     whole = length - length % block_size
     dtype = torch.promote_types(tokens.dtype, torch.float32)
-    means = tokens[:, :whole].unflatten(1, (-1, block_size)).mean(dim=2, dtype=dtype)
+    blocks = tokens[:, :whole].unflatten(1, (-1, block_size))
+    if tokens.device.type == "cpu" and tokens.dtype != dtype and whole:
+        run = max(1, CPU_POOL_ELEMENTS // tokens[:, :block_size].numel())
+        means = torch.cat([part.mean(dim=2, dtype=dtype) for part in blocks.split(run, dim=1)], dim=1)
+    else:
+        means = blocks.mean(dim=2, dtype=dtype)
     if whole < length:
         means = torch.cat([means, tokens[:, whole:].mean(dim=1, keepdim=True, dtype=dtype)], dim=1)
     return means.transpose(1, 2)

@@ -206,7 +206,7 @@ def _caller(config: AttentionConfig, context: ForwardContext, shape: Shape, inpu
         out = backend(q, k, v, context=context, config=config)
         gate = branch.gate(q.flatten(2))
         heads = slice(0, shape.heads)
-        made: torch.Tensor = branch(BranchInputs(out, q, k, v, q, k, gate, tables, heads, context))
+        made: torch.Tensor = branch(BranchInputs(out, q, k, v, q, k, gate, tables, heads, context, overwrite=True))
         return made
 
     return call

@@ -32,50 +32,29 @@ struct Worker {
     bool ready() const { return queries.data && scores.data && weights.data && sums.data && state.data; }
 
     void run(const uint16_t* query, const Layout& q, int64_t tokens, const int64_t* picks, const uint32_t* keys,
-             const uint32_t* values, uint16_t* out, const Layout& o) {
+             const uint32_t* values, uint16_t* out, const Layout& o, float* logs) {
         const int64_t rows = round_up(tokens, ROWS);
         auto* own = static_cast<uint16_t*>(queries.data);
-        for (int64_t row = 0; row < rows; ++row) {
-            if (row < tokens)
-                std::memcpy(own + row * s.dim, query + row * q.token, s.dim * 2);
-            else
-                std::memset(own + row * s.dim, 0, s.dim * 2);
-        }
+        copy_rows(query, q.token, tokens, rows, s.dim, own);
         auto* largest = static_cast<float*>(state.data);
         float* total = largest + rows_max;
         int64_t count = 0;
         while (count < s.kept && picks[count] < s.blocks_k) ++count;
         for (int64_t first = 0; first < count; first += run_blocks) {
             const int64_t blocks = std::min(run_blocks, count - first);
-            for (int64_t block = 0; block < blocks; ++block) score(rows, keys + picks[first + block] * s.block_k * s.dim / 2, block);
+            for (int64_t block = 0; block < blocks; ++block)
+                multiply_columns(own, rows, s.dim, keys + picks[first + block] * s.block_k * s.dim / 2, s.block_k,
+                                 static_cast<float*>(scores.data) + block * s.block_k, run_keys);
             // Only the last key block can be short, and it comes last.
             const int64_t last = picks[first + blocks - 1];
             const int64_t real = (blocks - 1) * s.block_k + std::min(s.block_k, s.length_k - last * s.block_k);
             for (int64_t row = 0; row < rows; ++row) soften(row, blocks * s.block_k, real, first == 0, largest, total);
-            add_values(rows, picks + first, blocks, values, first == 0);
+            add_rows(static_cast<uint16_t*>(weights.data), run_keys, rows, values, picks + first, blocks, s.block_k, s.dim,
+                     static_cast<float*>(sums.data), first == 0);
         }
         for (int64_t row = 0; row < tokens; ++row) finish(row, total[row], out + row * o.token);
-    }
-
-    void score(int64_t rows, const uint32_t* packed, int64_t block) {
-        const auto* left = static_cast<const uint32_t*>(queries.data);
-        float* to = static_cast<float*>(scores.data) + block * s.block_k;
-        const int64_t pairs = s.dim / 2, step = pairs * LANES;
-        int64_t column = 0;
-        for (; column + 2 * LANES <= s.block_k; column += 2 * LANES)
-            for (int64_t row = 0; row < rows; row += ROWS) {
-                Tile<2> tile;
-                tile.clear();
-                tile.add(left + row * pairs, pairs, 1, packed + column * pairs, step, pairs);
-                tile.write(to + row * run_keys + column, run_keys);
-            }
-        for (; column < s.block_k; column += LANES)
-            for (int64_t row = 0; row < rows; row += ROWS) {
-                Tile<1> tile;
-                tile.clear();
-                tile.add(left + row * pairs, pairs, 1, packed + column * pairs, step, pairs);
-                tile.write(to + row * run_keys + column, run_keys);
-            }
+        if (logs)
+            for (int64_t row = 0; row < tokens; ++row) logs[row] = largest[row] + std::log2(total[row]);
     }
 
     void soften(int64_t row, int64_t columns, int64_t real, bool first, float* largest, float* total) {
@@ -101,38 +80,16 @@ struct Worker {
         for (int64_t column = 0; column < columns; column += LANES) {
             const __m512 weight = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(from + column), factor, base));
             sum = _mm512_add_ps(sum, weight);
-            _mm256_store_si256((__m256i*)(to + column), (__m256i)_mm512_cvtneps_pbh(weight));
+            _mm256_store_si256((__m256i*)(to + column), narrow(weight));
         }
         total[row] += _mm512_reduce_add_ps(sum);
-    }
-
-    void add_values(int64_t rows, const int64_t* picks, int64_t blocks, const uint32_t* values, bool first) {
-        const auto* left = static_cast<const uint32_t*>(weights.data);
-        const int64_t pairs = s.block_k / 2, step = pairs * LANES;
-        const auto accumulate = [&](auto tile, int64_t channel, int64_t row) {
-            float* to = static_cast<float*>(sums.data) + row * s.dim + channel;
-            if (first)
-                tile.clear();
-            else
-                tile.read(to, s.dim);
-            for (int64_t block = 0; block < blocks; ++block)
-                tile.add(left + row * run_keys / 2 + block * pairs, run_keys / 2, 1,
-                         values + picks[block] * s.block_k * s.dim / 2 + channel * pairs, step, pairs);
-            tile.write(to, s.dim);
-        };
-        int64_t channel = 0;
-        for (; channel + 2 * LANES <= s.dim; channel += 2 * LANES)
-            for (int64_t row = 0; row < rows; row += ROWS) accumulate(Tile<2>(), channel, row);
-        for (; channel < s.dim; channel += LANES)
-            for (int64_t row = 0; row < rows; row += ROWS) accumulate(Tile<1>(), channel, row);
     }
 
     void finish(int64_t row, float total, uint16_t* to) {
         const float* sum = static_cast<const float*>(sums.data) + row * s.dim;
         const __m512 factor = _mm512_set1_ps(1.0f / total);
         for (int64_t channel = 0; channel < s.dim; channel += LANES)
-            _mm256_storeu_si256((__m256i*)(to + channel),
-                                (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_load_ps(sum + channel), factor)));
+            _mm256_storeu_si256((__m256i*)(to + channel), narrow(_mm512_mul_ps(_mm512_load_ps(sum + channel), factor)));
     }
 };
 
@@ -140,18 +97,19 @@ struct Worker {
 
 // Tensors are bfloat16 [batch, tokens, heads, dim] with channels side by side; `strides` holds those of batch, token and
 // head of query, key, value and out in turn; `indices` int64 [batch, heads, blocks_q, kept], ascending, `blocks_k` for
-// none. Returns 0, or 1 where memory ran out.
+// none; out must be contiguous; `logs` float32 [batch, heads, length_q] or null takes log2 of the sums of 2^(scaled
+// scores), for the backward pass. Returns 0, or 1 where memory ran out.
 extern "C" int block_sparse_attention(const uint16_t* query, const uint16_t* key, const uint16_t* value, uint16_t* out,
-                                      const int64_t* strides, const int64_t* indices, const int64_t* numbers, float scale,
-                                      int threads) {
+                                      const int64_t* strides, const int64_t* indices, float* logs, const int64_t* numbers,
+                                      float scale, int threads) {
     const Sizes s{numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6],
                   (numbers[2] + numbers[5] - 1) / numbers[5], (numbers[3] + numbers[6] - 1) / numbers[6], numbers[7]};
-    Layout layouts[4];
-    for (int64_t tensor = 0; tensor < 4; ++tensor) layouts[tensor] = {strides[3 * tensor], strides[3 * tensor + 1], strides[3 * tensor + 2]};
-    const Layout &q = layouts[0], &k = layouts[1], &v = layouts[2], &o = layouts[3];
+    const Layout q = layout_of(strides, 0), k = layout_of(strides, 1), v = layout_of(strides, 2), o = layout_of(strides, 3);
     const int64_t block_words = s.block_k * s.dim / 2;
     Buffer packed_keys(s.blocks_k * block_words * 4), packed_values(s.blocks_k * block_words * 4);
     if (!packed_keys.data || !packed_values.data) return 1;
+    // The result is fresh memory of the caller, its numbers side by side.
+    use_huge_pages(out, s.batch * s.heads * s.length_q * s.dim * 2);
     auto* keys = static_cast<uint32_t*>(packed_keys.data);
     auto* values = static_cast<uint32_t*>(packed_values.data);
     std::atomic<int> failed{0};
@@ -176,7 +134,8 @@ extern "C" int block_sparse_attention(const uint16_t* query, const uint16_t* key
                     const int64_t first = block * s.block_q, tokens = std::min(s.block_q, s.length_q - first);
                     worker.run(query + batch * q.batch + head * q.head + first * q.token, q, tokens,
                                indices + (sequence * s.blocks_q + block) * s.kept, keys, values,
-                               out + batch * o.batch + head * o.head + first * o.token, o);
+                               out + batch * o.batch + head * o.head + first * o.token, o,
+                               logs ? logs + sequence * s.length_q + first : nullptr);
                 }
             }
     }

@@ -52,10 +52,19 @@ class RoLABranch(LinearBranch):
 
     def gate(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """g, times the learned size where there is one: float32 [batch, tokens, heads]."""
+        if self._native_gate(hidden_states):
+            size = self.output_scale if self.config.merge == "scaled" else None
+            return native.rola_gate(hidden_states, self.gate_proj.weight, self.gate_bias, size)
         own = hidden_states.unflatten(-1, (-1, self.head_dim))
         logit = (own @ self.gate_proj.weight[0].to(own.dtype)).float() + self.gate_bias.float().flatten()
         gate = logit.sigmoid()
         return gate * self.output_scale.float().flatten() if self.config.merge == "scaled" else gate
+
+    def _native_gate(self, hidden_states: torch.Tensor) -> bool:
+        wanted = torch.is_grad_enabled() and (
+            hidden_states.requires_grad or any(tensor.requires_grad for tensor in self.parameters())
+        )
+        return not wanted and self.kernel_choice(hidden_states.device.type, hidden_states.dtype)[0] == "native"
 
     def kernel_choice(self, device: str, dtype: torch.dtype) -> tuple[str, str]:
         """ "triton" on CUDA, "native" for bfloat16 on CPUs, if those kernels know this form; else "torch"; and why."""
@@ -100,9 +109,13 @@ class RoLABranch(LinearBranch):
         """Outside of CUDA where no block is left out: the sum over the keys is then all that ranks exchange."""
         return self.kernel_choice(device, dtype)[0] != "triton" and not self.config.exclude_selected
 
+    def takes_rotated(self, device: str, dtype: torch.dtype) -> bool:
+        """The C++ kernel turns them back as it reads them."""
+        return self.kernel_choice(device, dtype)[0] == "native"
+
     def tables(self, inputs: BranchInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of the pairs of features, float32 [own tokens, rank / 2]; made once per forward pass."""
-        context, device = inputs.context, inputs.query.device
+        context, device = inputs.context, inputs.value.device
         key = ("rola", self.columns, self.config.angle_dtype, device)
         if key not in context.cache:
             if self.config.angle_dtype == "bfloat16":
@@ -122,23 +135,21 @@ class RoLABranch(LinearBranch):
         if self.config.per_head_maps:
             maps = (maps[0][inputs.heads], maps[1][inputs.heads])
         assert inputs.gate is not None
-        kernel, _ = self.kernel_choice(inputs.query.device.type, inputs.value.dtype)
+        kernel, _ = self.kernel_choice(inputs.value.device.type, inputs.value.dtype)
         if kernel == "native" and not self._wants_gradients(inputs):
-            return native.rola_native(
-                self.form, inputs.sparse, inputs.query.to(inputs.value.dtype), inputs.key.to(inputs.value.dtype),
-                inputs.value, inputs.gate, *maps, cos, sin, inputs.ranks,
-            )  # fmt: skip
+            return self._native(inputs, maps, cos, sin)
+        query, key = inputs.unrotated()
         if kernel == "triton":
             from .triton_branch import rola_triton
 
             return rola_triton(
-                self.form, inputs.sparse, inputs.query, inputs.key, inputs.value, inputs.gate, *maps, cos, sin
-            )
+                self.form, inputs.sparse, query, key, inputs.value, inputs.gate, *maps, cos, sin
+            )  # fmt: skip
         return linear_branch(
             self.form,
             inputs.sparse,
-            inputs.query,
-            inputs.key,
+            query,
+            key,
             inputs.value,
             gate=inputs.gate,
             map_q=maps[0],
@@ -149,6 +160,30 @@ class RoLABranch(LinearBranch):
             ranks=inputs.ranks,
         )
 
+    def _native(
+        self, inputs: BranchInputs, maps: tuple[torch.Tensor, torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        if inputs.query is None or inputs.key is None:
+            query, key, angles = inputs.rotated_query, inputs.rotated_key, self._model_tables(inputs)
+        else:
+            query, key, angles = inputs.query, inputs.key, None
+        dtype = inputs.value.dtype
+        assert inputs.gate is not None
+        return native.rola_native(
+            self.form, inputs.sparse, query.to(dtype), key.to(dtype), inputs.value, inputs.gate, *maps, cos, sin,
+            inputs.ranks, model_tables=angles, out=inputs.room() if inputs.sparse.dtype == dtype else None,
+        )  # fmt: skip
+
+    def _model_tables(self, inputs: BranchInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin that the model rotates with, each angle once: float32 [own tokens, head_dim / 2]."""
+        name = ("model tables", inputs.value.device)
+        if name not in inputs.context.cache:
+            every = tuple(range(self.head_dim // 2))
+            inputs.context.cache[name] = tuple(t.float() for t in tables_from_model(*inputs.rotary, every))
+        tables: tuple[torch.Tensor, torch.Tensor] = inputs.context.cache[name]
+        return tables
+
     def _wants_gradients(self, inputs: BranchInputs) -> bool:
-        tensors = (inputs.sparse, inputs.query, inputs.key, inputs.value, *self.parameters())
+        own = (inputs.sparse, inputs.query, inputs.key, inputs.rotated_query, inputs.rotated_key, inputs.value)
+        tensors = (tensor for tensor in (*own, *self.parameters()) if tensor is not None)
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -1,7 +1,7 @@
-"""RoLA by a C++ kernel, for bfloat16 on CPUs with AVX-512 BF16; the formulas are in `native_kernels.cpp`.
+"""RoLA by C++ kernels, for bfloat16 on CPUs with AVX-512 BF16; the formulas are in `native_kernels.cpp`.
 
-Each token is projected, rotated and multiplied while it is in the cache; the sum over the keys is all that is kept. It
-has no gradients: where they are wanted `fused.py` computes the branch.
+Each token is projected, rotated and multiplied while it is in the cache; the sum over the keys is all that is kept.
+They have no gradients: where they are wanted `fused.py` computes the branch.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ def rola_native(
     cos: torch.Tensor,
     sin: torch.Tensor,
     ranks: Ulysses | None = None,
+    *,
+    model_tables: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """sparse + gate * size * N(O_l), without gradients.
 
@@ -64,6 +67,9 @@ def rola_native(
         cos: [tokens, rank / 2].
         sin: likewise.
         ranks: who holds the other tokens where these are a share of them.
+        model_tables: cos and sin [tokens, head_dim / 2] that query and key were rotated with, so that they are turned
+            back as they are read; None for those before the rotation.
+        out: like sparse, and possibly sparse itself, for the result; None for a new one.
 
     Returns:
         bfloat16 [batch, tokens, heads, head_dim].
@@ -84,14 +90,20 @@ def rola_native(
         for each in (map_q, map_k)
     )
     cos, sin, gate = (tensor.float().contiguous() for tensor in (cos, sin, gate))
+    angles: list[torch.Tensor | None] = [None, None]
+    if model_tables is not None:
+        angles = [table.float().contiguous() for table in model_tables]
     numbers = (ctypes.c_int64 * 7)(
         batch, heads, length, head_dim, rank, int(map_q.ndim == 3), FEATURES[form.feature_map]
     )
     summary = torch.empty(batch, heads, rank, head_dim)
-    out = torch.empty(query.shape, dtype=torch.bfloat16)
+    if out is None:
+        out = torch.empty(query.shape, dtype=torch.bfloat16)
+    assert out.dtype == torch.bfloat16 and out.stride(-1) == 1
     threads, library = ctypes.c_int(torch.get_num_threads()), load(SOURCE)
     failed = library.rola_sum(
-        *_pointers(key, value), _strides(key, value), *_pointers(map_k, cos, sin, summary), numbers,
+        *_pointers(key, value), _strides(key, value),
+        *_pointers(map_k, cos, sin, *angles, summary), numbers,
         ctypes.c_int64(total), threads,
     )  # fmt: skip
     if not failed:
@@ -100,7 +112,7 @@ def rola_native(
         epsilon = torch.finfo(torch.bfloat16).eps / total**2
         failed = library.rola_merge(
             *_pointers(query, sparse, out), _strides(query, sparse, out),
-            *_pointers(gate, map_q, cos, sin, summary), numbers,
+            *_pointers(gate, map_q, cos, sin, *angles, summary), numbers,
             ctypes.c_int64(form.normalizer == "rms"), ctypes.c_float(epsilon),
             ctypes.c_int64(form.matched), ctypes.c_float(MATCH_EPS), threads,
         )  # fmt: skip
@@ -109,8 +121,36 @@ def rola_native(
     return out
 
 
-def _pointers(*tensors: torch.Tensor) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+def rola_gate(
+    hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, size: torch.Tensor | None = None
+) -> torch.Tensor:
+    """sigmoid(w x_h + b), times `size`: float32 [batch, tokens, heads], without gradients.
+
+    Args:
+        hidden_states: bfloat16 [batch, tokens, heads x head_dim], head_dim a multiple of 16.
+        weight: w [head_dim].
+        bias: b [heads].
+        size: [heads], or None for 1.
+
+    Raises:
+        NativeBuildError: there is no kernel here; see `unavailable`.
+    """
+    batch, tokens, width = hidden_states.shape
+    hidden_states = hidden_states.contiguous()
+    heads, dim = bias.numel(), weight.numel()
+    assert width == heads * dim and dim % 16 == 0
+    size = torch.ones(heads) if size is None else size
+    weight, bias, size = (tensor.detach().float().flatten().contiguous() for tensor in (weight, bias, size))
+    gate = torch.empty(batch, tokens, heads)
+    load(SOURCE).rola_gate(
+        *_pointers(hidden_states), *map(ctypes.c_int64, (width, batch * tokens, heads, dim)),
+        *_pointers(weight, bias, size, gate), ctypes.c_int(torch.get_num_threads()),
+    )  # fmt: skip
+    return gate
+
+
+def _pointers(*tensors: torch.Tensor | None) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
 
 
 def _strides(*tensors: torch.Tensor) -> ctypes.Array[ctypes.c_int64]:

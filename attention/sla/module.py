@@ -40,6 +40,10 @@ class SLABranch(LinearBranch):
         """Where no block is left out: the sums over the keys are then all that ranks exchange."""
         return not self.config.exclude_selected
 
+    def takes_rotated(self, device: str, dtype: torch.dtype) -> bool:
+        """Always: they are what its features are made of."""
+        return True
+
     def forward(self, inputs: BranchInputs) -> torch.Tensor:
         """The merged output, like `inputs.sparse`."""
         return linear_branch(

@@ -11,7 +11,10 @@ from videospark.attention import AttentionConfig, install
 from videospark.attention.accounting import branch_flops, dense_flops, flop_sparsity, router_flops
 from videospark.attention.config import RoLAConfig, SLAConfig
 from videospark.attention.context import LayerRecord
+from videospark.attention.processors import FUSED_NORM_ROPE, rotate
+from videospark.attention.rola import native
 from videospark.core.config import ConfigError
+from videospark.core.numerics import relative_error
 from videospark.tiny.components import LATENT_CHANNELS, build_transformer
 
 BASE = AttentionConfig(backend="gather", keep_ratio=0.2, block_size_q=16, block_size_k=16)
@@ -157,3 +160,27 @@ def test_operations_are_counted_by_hand():
 def test_a_branch_beside_dense_attention_is_refused(transformer):
     with pytest.raises(ConfigError, match="branch"):
         install(transformer, AttentionConfig(backend="dense", branch="rola"))
+
+
+@pytest.mark.parametrize("name", ["rola", "sla", "rola-excluded"])
+def test_a_fused_norm_and_rotation_is_taken_where_the_branch_does_without_the_rest(name, transformer, batch):
+    if native.unavailable() is not None:
+        pytest.skip(native.unavailable())
+    transformer, calls = transformer.to(torch.bfloat16), []
+    batch = {key: tensor.bfloat16() for key, tensor in batch.items()}
+    installed = install(transformer, CONFIGS[name])
+    for branch in (block.attn1.linear_branch for block in transformer.blocks):
+        if name == "sla":
+            torch.nn.init.normal_(branch.proj.weight, std=0.1)
+    plain = run(transformer, batch)
+
+    def fused(norm, x, rotary, heads):
+        calls.append(1)
+        return rotate(norm(x).unflatten(2, (heads, -1)), *rotary)
+
+    for block in transformer.blocks:
+        block.attn1.__dict__[FUSED_NORM_ROPE] = fused
+    made = run(transformer, batch)
+    assert len(calls) == (0 if name == "rola-excluded" else 2 * len(transformer.blocks))
+    assert relative_error(made, plain) < 2e-2
+    installed.remove()

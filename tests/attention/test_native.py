@@ -10,7 +10,6 @@ from videospark.attention import AttentionConfig
 from videospark.attention.auto import choose_backend
 from videospark.attention.backends import checked_backend
 from videospark.attention.block_sparse import native
-from videospark.attention.block_sparse.gather import gather_attention
 from videospark.attention.block_sparse.native import native_attention
 from videospark.attention.routing import BlockMap, block_map
 from videospark.core.config import ConfigError
@@ -114,28 +113,99 @@ def test_a_nan_stays_in_the_rows_that_see_it():
     assert broken[32:64].all() and broken[70] and not broken[:32].any() and broken[64:].sum() == 1
 
 
+def gradients(function, qkv, grad):
+    leaves = [tensor.clone().requires_grad_() for tensor in qkv]
+    return torch.autograd.grad(function(*leaves), leaves, grad)
+
+
+def check_gradients(qkv, grad, chosen):
+    mask = chosen.token_mask()
+    actual = gradients(lambda *x: native_attention(*x, chosen), qkv, grad)
+    low = gradients(lambda *x: plain(*x, mask), qkv, grad)
+    truth = gradients(lambda *x: plain(*x, mask), [tensor.double() for tensor in qkv], grad.double())
+    for name, got, of_plain, wanted in zip(("query", "key", "value"), actual, low, truth, strict=True):
+        assert got.dtype == torch.bfloat16 and got.shape == wanted.shape
+        if wanted.abs().max() < 1e-12:
+            # Over one key alone the weight is 1, whatever the scores.
+            assert not got.any(), name
+            continue
+        assert relative_error(got, wanted) < 2e-2, name
+        result = three_way(got, of_plain, wanted, 3.0)
+        assert result.ok, f"{name}: {result.message}"
+
+
 @needs_kernel
-def test_gradients_are_those_of_gather():
-    *qkv, grad = inputs(150, dim=32)
-    chosen = block_map(qkv[0], qkv[1], keep_ratio=0.4, block_size_q=32, block_size_k=16)
+@pytest.mark.parametrize("sizes", [(16, 16), (128, 64), (16, 128), (48, 80)])
+@pytest.mark.parametrize("length", [1, 5, 63, 64, 65, 127, 400])
+@pytest.mark.parametrize("keep", [0.3, 1.0])
+def test_gradients(length, sizes, keep):
+    *qkv, grad = inputs(length)
+    check_gradients(
+        qkv, grad, block_map(*qkv[:2], keep_ratio=keep, block_size_q=sizes[0], block_size_k=sizes[1])
+    )  # fmt: skip
 
-    def gradients(function):
-        leaves = [tensor.clone().requires_grad_() for tensor in qkv]
-        return torch.autograd.grad(function(*leaves, chosen), leaves, grad)
 
-    for actual, wanted in zip(gradients(native_attention), gradients(gather_attention), strict=True):
-        assert torch.equal(actual, wanted) and actual.abs().max() > 0
+@needs_kernel
+@pytest.mark.parametrize("dim", [16, 48, 128, 256])
+def test_gradients_of_head_sizes(dim):
+    *qkv, grad = inputs(130, dim=dim)
+    check_gradients(qkv, grad, block_map(*qkv[:2], keep_ratio=0.5, block_size_q=32, block_size_k=32))
+
+
+@needs_kernel
+def test_gradients_with_rows_of_different_lengths_and_keys_that_nobody_attends_to():
+    *qkv, grad = inputs(200, dim=32, batch=1, heads=2)
+    none = 7  # blocks of 32 keys; nobody keeps block 4
+    rows = [[0, 3, 6], [2, none, none], [5, 6, none], [1, 2, 3], [6, none, none], [0, none, none], [3, 5, 6]]
+    chosen = BlockMap(torch.tensor([[rows, rows[::-1]]]), 32, 32, 200, 200, ragged=True)
+    check_gradients(qkv, grad, chosen)
+    for part in gradients(lambda *x: native_attention(*x, chosen), qkv, grad)[1:]:
+        assert not part[:, 128:160].any() and part[:, :128].any()
+
+
+@needs_kernel
+def test_gradients_with_other_numbers_of_queries_than_of_keys_and_other_layouts():
+    (query, _, _, grad), (key, value) = inputs(70), inputs(333, seed=1)[1:3]
+    chosen = block_map(query, key, keep_ratio=0.5, block_size_q=32, block_size_k=64)
+    check_gradients([query, key, value], grad, chosen)
+    wanted = gradients(lambda *x: native_attention(*x, chosen), (query, key, value), grad)
+    turned = [tensor.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0) for tensor in (query, key, value, grad)]
+    again = gradients(lambda *x: native_attention(*x, chosen), turned[:3], turned[3])
+    assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
+
+
+@needs_kernel
+def test_gradients_of_scores_far_below_zero_stay_finite():
+    # The short last block is filled up with keys of zero, whose scores would be far above all others.
+    *qkv, grad = inputs(40, dim=32, batch=1, heads=1)
+    qkv[0], qkv[1] = torch.full_like(qkv[0], 30.0), torch.full_like(qkv[1], -30.0) + qkv[1]
+    chosen = block_map(*qkv[:2], keep_ratio=1.0, block_size_q=32, block_size_k=32)
+    for part in gradients(lambda *x: native_attention(*x, chosen), qkv, grad):
+        assert part.isfinite().all()
+
+
+@needs_kernel
+def test_a_nan_reaches_the_gradients():
+    *qkv, grad = inputs(96, dim=32, batch=1, heads=1)
+    chosen = BlockMap(torch.tensor([[[[0], [1], [2]]]]), 32, 32, 96, 96)
+    grad[0, 40] = float("nan")
+    for part in gradients(lambda *x: native_attention(*x, chosen), qkv, grad):
+        broken = part[0, :, 0].isnan().any(dim=-1)
+        assert broken[32:64].any() and not broken[:32].any() and not broken[64:].any()
 
 
 @needs_kernel
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_changes_nothing(threads):
-    query, key, value, _ = inputs(300)
-    chosen = block_map(query, key, keep_ratio=0.4, block_size_q=32, block_size_k=16)
-    wanted, before = native_attention(query, key, value, chosen), torch.get_num_threads()
+    *qkv, grad = inputs(300)
+    chosen = block_map(*qkv[:2], keep_ratio=0.4, block_size_q=32, block_size_k=16)
+    slopes = gradients(lambda *x: native_attention(*x, chosen), qkv, grad)
+    wanted, before = native_attention(*qkv, chosen), torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        assert torch.equal(native_attention(query, key, value, chosen), wanted)
+        assert torch.equal(native_attention(*qkv, chosen), wanted)
+        again = gradients(lambda *x: native_attention(*x, chosen), qkv, grad)
+        assert all(torch.equal(a, b) for a, b in zip(again, slopes, strict=True))
     finally:
         torch.set_num_threads(before)
 

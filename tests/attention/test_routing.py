@@ -49,6 +49,13 @@ def test_means_do_not_read_past_the_tokens():
     assert torch.equal(pool_blocks(storage[:, :40], 16), pool_blocks(storage[:, :40].clone(), 16))
 
 
+@pytest.mark.parametrize("length", [15, 16, 33, 9000])
+def test_means_of_low_precision_are_float32(length, monkeypatch):
+    tokens = torch.randn(2, length, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    monkeypatch.setattr("videospark.attention.routing.CPU_POOL_ELEMENTS", 20_000)  # runs of 26 blocks
+    assert torch.allclose(pool_blocks(tokens, 16), pool_blocks(tokens.float(), 16), atol=1e-6)
+
+
 def test_ties_go_to_the_lower_index():
     same = torch.ones(2, 100, 3, 8)
     chosen = route(same, same, 0.5)
