@@ -74,7 +74,8 @@ def prepare(
     check_writable(output / "dataset.json", "output")
 
     from ..core.devices import default_dtype, pick_device
-    from ..distill import prepare as source
+    from ..distill import prepare as preparation
+    from ..distill import sources as source
     from ..distill.run import DEFAULT_SEQUENCE_LENGTH, stock_pipeline
 
     target = pick_device(device)
@@ -98,14 +99,14 @@ def prepare(
         items = (source.clips_from_folder if clips.is_dir() else source.clips_from_table)(clips, clip_size)
     elif prompts is not None:
         kind = "prompts"
-        items = source.prompts_from_file(prompts)
+        items = source.prompts_from_file(prompts, clip_size)
         scale = guidance_scale if guidance_scale is not None else defaults.get("guidance_scale", 5.0)
-        sampling = source.TeacherSampling(steps or defaults.get("num_inference_steps", 50), scale, seed)
+        sampling = preparation.TeacherSampling(steps or defaults.get("num_inference_steps", 50), scale, seed)
     else:
         assert tiny_world is not None
         kind = "tiny-world"
         items = source.clips_from_tiny_world(tiny_world, clip_size)
-    report = source.prepare(
+    report = preparation.prepare(
         pipe,
         items,
         output,
@@ -120,7 +121,7 @@ def prepare(
     )
     typer.echo(f"{output}: {report.total} clips, {report.made} of them new")
     if report.bad:
-        typer.echo(f"{len(report.bad)} clips could not be used: {output / source.BAD_FILE}", err=True)
+        typer.echo(f"{len(report.bad)} clips could not be used: {output / preparation.BAD_FILE}", err=True)
         raise typer.Exit(FAILED)
 
 
@@ -157,6 +158,38 @@ def run(
     if result.student is not None:
         typer.echo(f"{result.training.step} steps ({result.training.reason})", err=True)
         typer.echo(str(result.student))
+
+
+@app.command("plan")
+@guarded
+def plan(
+    config: str = typer.Argument(help="A .toml file, or a name from `videospark distill recipes`."),
+    gpu: str = typer.Option(..., "--gpu", help="rtx4090, h100, ..., or a memory as in 24gb."),
+    processes: int = typer.Option(1, "--processes", help="One per GPU."),
+    size: str | None = typer.Option(None, "--size", help="WIDTHxHEIGHTxFRAMES; default: that of a published model."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """Say what a training takes: memory of a GPU, RAM, seconds of an iteration; nothing is loaded."""
+    import dataclasses
+
+    from ..distill.plan import plan_training
+    from ..distill.run import load_config
+    from ..pipelines.plan import parse_size as parse_clip
+
+    clip = None if size is None else parse_clip(size)
+    made = plan_training(load_config(config), gpu=gpu, processes=processes, size=clip)
+    if as_json:
+        facts = dataclasses.asdict(made) | {"peak_gib": made.peak_gib, "fits": made.fits}
+        typer.echo(dump_json(facts), nl=False)
+        return
+    size_text = f"{made.clip.width}x{made.clip.height}x{made.clip.frames}"
+    typer.echo(f"{made.model} at {size_text} ({made.tokens:,} tokens), {made.processes} x {made.card}")
+    for part, gib in made.gpu_gib.items():
+        typer.echo(f"{part:<12}{gib:>8.1f} GiB")
+    verdict = "fits" if made.fits else "does not fit"
+    typer.echo(f"{verdict}: {made.peak_gib:.1f} GiB of {made.budget_gib:.1f} GiB usable; {made.ram_gib:.0f} GiB of RAM")
+    if made.seconds is not None and made.hours is not None:
+        typer.echo(f"about {made.seconds:.1f} s an iteration, {made.hours:.0f} h in all")
 
 
 @app.command("experiment")

@@ -1,15 +1,17 @@
 """Prepared data: latents and prompt embeddings in sharded safetensors, and the order in which a run visits them.
 
 A folder holds `dataset.json` (what it was made with), `negative.safetensors` (the negative prompt), and shards
-`shard-00000.safetensors` with tensors "ID/latents" and "ID/prompt_embeds" and the ids and captions in their header.
-Tensors are read one at a time when they are wanted; what is in memory does not grow with the data.
+`shard-00000.safetensors` with tensors "ID/latents" and "ID/prompt_embeds" and the ids and captions in their header. For
+models that are given the first frame in channels of their own there is "ID/image_latents" as well, and for those that
+attend to it "ID/image_embeds". Tensors are read one at a time when they are wanted; what is in memory does not grow
+with the data.
 """
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,8 @@ class DatasetSettings:
         text_dim: width of the prompt embeddings.
         max_sequence_length: to which prompts were padded before they were encoded.
         negative_prompt: of the negative embedding.
+        image_channels: of the first frame beside the latents, for models with such channels; 0 without.
+        image_dim: width of the embedding of the first frame; None without.
     """
 
     source: str
@@ -57,6 +61,8 @@ class DatasetSettings:
     text_dim: int
     max_sequence_length: int
     negative_prompt: str = ""
+    image_channels: int = 0
+    image_dim: int | None = None
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -104,6 +110,20 @@ class PreparedData:
 
     def read(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [C, F, h, w] and prompt embeddings [tokens, text_dim] of one clip, float32."""
+        return self._tensor(index, "latents"), self._tensor(index, "prompt_embeds")
+
+    def read_images(self, indices: Iterable[int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """First frames of some clips for their model, float32: [B, channels, F, h, w] and [B, tokens, image_dim].
+
+        None for what the model does not take.
+        """
+        chosen, found = list(indices), []
+        settings = self.settings
+        for name, wanted in (("image_latents", settings.image_channels > 0), ("image_embeds", settings.image_dim)):
+            found.append(torch.stack([self._tensor(index, name) for index in chosen]) if wanted else None)
+        return found[0], found[1]
+
+    def _tensor(self, index: int, name: str) -> torch.Tensor:
         path, identity, _ = self.items[index]
         if path not in self._open:
             self._open[path] = safe_open(path, "pt").__enter__()
@@ -111,7 +131,8 @@ class PreparedData:
                 self._open.popitem(last=False)[1].__exit__(None, None, None)
         self._open.move_to_end(path)
         handle = self._open[path]
-        return handle.get_tensor(f"{identity}/latents").float(), handle.get_tensor(f"{identity}/prompt_embeds").float()
+        tensor: torch.Tensor = handle.get_tensor(f"{identity}/{name}").float()
+        return tensor
 
 
 class SampleOrder:
@@ -173,24 +194,29 @@ class BatchReader:
     def batch(self, step: int, micro: int) -> Batch:
         """The batch of a micro-batch (from 0) of an iteration."""
         if self._ahead is not None and self._ahead[0] == (step, micro):
-            latents, embeds = self._ahead[1].result()
+            read = self._ahead[1].result()
         else:
-            latents, embeds = self._pool.submit(self._read, step, micro).result()
+            read = self._pool.submit(self._read, step, micro).result()
         following = (step, micro + 1) if micro + 1 < self._micro else (step + 1, 0)
         self._ahead = (following, self._pool.submit(self._read, *following))
         draws = Draws(self._seed, self.positions(step, micro), self._device)
-        latents, embeds, negative = (t.to(self._device) for t in (latents, embeds, self._negative))
+        latents, embeds, image_latents, image_embeds, negative = (
+            None if tensor is None else tensor.to(self._device) for tensor in (*read, self._negative)
+        )
         if self._drop and self._config.prompt_dropout > 0:
             dropped = draws.uniform("prompt-dropout") < self._config.prompt_dropout
             embeds = torch.where(dropped[:, None, None], negative, embeds)
         first = keeps = None
         if self._config.image_share > 0:
             first, keeps = latents[:, :, :1], draws.uniform("image") < self._config.image_share
-        return Batch(latents, Condition(embeds, negative, first, keeps), draws)
+        return Batch(latents, Condition(embeds, negative, first, keeps, image_latents, image_embeds), draws)
 
-    def _read(self, step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [self._data.read(self._order[position]) for position in self.positions(step, micro)]
-        return torch.stack([row[0] for row in rows]), padded_embeds([row[1] for row in rows], self._length)
+    def _read(self, step: int, micro: int) -> tuple[Any, ...]:
+        """Latents, prompts, and for models that take the first frame apart that in its two forms, else None."""
+        places = [self._order[position] for position in self.positions(step, micro)]
+        rows = [self._data.read(place) for place in places]
+        embeds = padded_embeds([row[1] for row in rows], self._length)
+        return torch.stack([row[0] for row in rows]), embeds, *self._data.read_images(places)
 
     def close(self) -> None:
         """Ends the thread that reads ahead."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ class Denoiser(nn.Module):
         boundary_ratio: share of the largest time from which on "transformer" is asked; None with one expert.
         expand_timesteps: the model takes one time per token, so a first frame can be given at time 0.
         num_train_timesteps: time of the noise level 1.
+
+    Attributes:
+        image_channels: beside those of the noisy latents; 0 for a model without.
+        agree: where experts can only be run by all processes together: from what this one asks for, bool [experts], to
+            what any of them asks for.
     """
 
     def __init__(
@@ -38,11 +43,14 @@ class Denoiser(nn.Module):
         super().__init__()
         two = len(experts) == 2
         require(two == (boundary_ratio is not None), "boundary_ratio", boundary_ratio, "given for two experts alone")
-        for name, expert in experts.items():
-            settings: Any = expert.config
-            rule = f"{settings.out_channels}, as many as it gives: conditions in extra channels cannot be trained yet"
-            same = settings.in_channels == settings.out_channels
-            require(same, f"{name}.in_channels", settings.in_channels, rule)
+        configs: dict[str, Any] = {name: expert.config for name, expert in experts.items()}
+        extra = {name: config.in_channels - config.out_channels for name, config in configs.items()}
+        self.image_channels: int = next(iter(extra.values()))
+        for name, config in configs.items():
+            fits = extra[name] == self.image_channels >= 0
+            rule = f"{config.out_channels} and channels for an image, as many in each expert"
+            require(fits, f"{name}.in_channels", config.in_channels, rule)
+        self.agree: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.experts = nn.ModuleDict(experts)
         self.boundary_ratio = boundary_ratio
         self.expand_timesteps = expand_timesteps
@@ -55,6 +63,8 @@ class Denoiser(nn.Module):
         prompt_embeds: torch.Tensor,
         first_frame: torch.Tensor | None = None,
         keeps_first: torch.Tensor | None = None,
+        image_latents: torch.Tensor | None = None,
+        image_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Velocity, float32 [B, C, F, h, w]; zero in a first frame that is given.
 
@@ -64,28 +74,47 @@ class Denoiser(nn.Module):
             prompt_embeds: [B, S, text_dim].
             first_frame: clean first latent frame [B, C, 1, h, w], or None.
             keeps_first: bool [B], which clips use it.
+            image_latents: [B, image_channels, F, h, w]; None for a model without such channels.
+            image_embeds: [B, tokens, image_dim], or None.
         """
-        condition = Condition(prompt_embeds, prompt_embeds[:1], first_frame, keeps_first)
+        condition = Condition(prompt_embeds, prompt_embeds[:1], first_frame, keeps_first, image_latents, image_embeds)
+        given = 0 if image_latents is None else image_latents.shape[1]
+        require(given == self.image_channels, "channels of the image", given, f"{self.image_channels}, the model's")
         latents = condition.hold(latents)
         if self.boundary_ratio is None:
             velocity = self._ask("transformer", latents, sigma, condition)
         else:
-            high = sigma >= self.boundary_ratio
-            if bool(high.all()) or not bool(high.any()):
-                name = EXPERTS[0] if bool(high[0]) else EXPERTS[1]
-                velocity = self._ask(name, latents, sigma, condition)
-            else:
-                velocity = torch.empty(latents.shape, dtype=torch.float32, device=latents.device)
-                for name, chosen in zip(EXPERTS, (high, ~high), strict=True):
-                    part = self._ask(name, latents[chosen], sigma[chosen], _rows(condition, chosen))
-                    velocity = velocity.index_put((chosen.nonzero().flatten(),), part)
+            velocity = self._ask_both(latents, sigma, condition)
         return condition.still(velocity)
+
+    def _ask_both(self, latents: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> torch.Tensor:
+        """Each clip by its expert; an expert that only other processes need is run without effect."""
+        assert self.boundary_ratio is not None
+        high = sigma >= self.boundary_ratio
+        mine = torch.stack([high.any(), (~high).any()])
+        asked = (mine if self.agree is None else self.agree(mine)).tolist()
+        if sum(asked) == 1:
+            return self._ask(EXPERTS[asked.index(True)], latents, sigma, condition)
+        velocity = torch.zeros(latents.shape, dtype=torch.float32, device=latents.device)
+        for name, chosen in zip(EXPERTS, (high, ~high), strict=True):
+            rows = chosen.nonzero().flatten()
+            if len(rows) > 0:
+                part = self._ask(name, latents[rows], sigma[rows], condition.rows(rows))
+                velocity = velocity.index_put((rows,), part)
+            else:
+                first = torch.zeros(1, dtype=torch.long, device=latents.device)
+                velocity = velocity + 0 * self._ask(name, latents[first], sigma[first], condition.rows(first))
+        return velocity
 
     def _ask(self, name: str, latents: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> torch.Tensor:
         expert: Any = self.experts[name]
         dtype = expert.dtype
         time = self._times(expert, latents, sigma, condition)
-        out = expert(latents.to(dtype), time, condition.prompt_embeds.to(dtype), return_dict=False)[0]
+        if condition.image_latents is not None:
+            latents = torch.cat([latents, condition.image_latents.to(latents.dtype)], dim=1)
+        image = None if condition.image_embeds is None else condition.image_embeds.to(dtype)
+        prompt = condition.prompt_embeds.to(dtype)
+        out = expert(latents.to(dtype), time, prompt, encoder_hidden_states_image=image, return_dict=False)[0]
         return out.float()
 
     def _times(self, expert: Any, latents: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> torch.Tensor:
@@ -101,21 +130,17 @@ class Denoiser(nn.Module):
         return rows.repeat_interleave(per_frame, dim=1)
 
 
-def _rows(condition: Condition, chosen: torch.Tensor) -> Condition:
-    first, keeps = condition.first_frame, condition.keeps_first
-    return Condition(
-        condition.prompt_embeds[chosen],
-        condition.negative_embeds,
-        None if first is None else first[chosen],
-        None if keeps is None else keeps[chosen],
-    )
+def _arguments(latents: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> tuple[torch.Tensor | None, ...]:
+    """Of `Denoiser.forward`."""
+    first = (condition.first_frame, condition.keeps_first)
+    return latents, sigma, condition.prompt_embeds, *first, condition.image_latents, condition.image_embeds
 
 
 def as_field(module: nn.Module) -> VelocityField:
     """The velocity field of a `Denoiser`, wrapped or not."""
 
     def field(latents: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> torch.Tensor:
-        out = module(latents, sigma, condition.prompt_embeds, condition.first_frame, condition.keeps_first)
+        out: torch.Tensor = module(*_arguments(latents, sigma, condition))
         return out.float()
 
     return field
@@ -125,9 +150,8 @@ def as_averaged_field(module: nn.Module, values: Mapping[str, torch.Tensor]) -> 
     """The field of a `Denoiser` with some of its parameters replaced by `values`; never has a gradient."""
 
     def field(latents: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> torch.Tensor:
-        arguments = (latents, sigma, condition.prompt_embeds, condition.first_frame, condition.keeps_first)
         with torch.no_grad():
-            out: torch.Tensor = torch.func.functional_call(module, dict(values), arguments)
+            out: torch.Tensor = torch.func.functional_call(module, dict(values), _arguments(latents, sigma, condition))
         return out.float()
 
     return field

@@ -27,8 +27,9 @@ from ..core.config import ConfigError, from_dict, require, to_dict
 from ..pipelines.video_io import write_atomically
 from .checkpoints import list_checkpoints
 from .config import DistillConfig
-from .prepare import ClipSize, clips_from_tiny_world, prepare
+from .prepare import prepare
 from .run import CONFIG_FILE, DEFAULT_SEQUENCE_LENGTH, STUDENT_FOLDER, load_config, run, stock_pipeline
+from .sources import ClipSize, clips_from_tiny_world
 from .trainer import CHECKPOINTS
 
 EXPERIMENTS = ("trap", "branch", "frontier")

@@ -28,16 +28,27 @@ class Condition:
         negative_embeds: the same for the negative prompt, [1, S, text_dim].
         first_frame: clean first latent frame [B, C, 1, h, w] for image-to-video, or None.
         keeps_first: bool [B], which clips are given that frame; None where `first_frame` is None.
+        image_latents: [B, channels, F, h, w], for models that are given the first frame in channels beside the noisy
+            latents (Wan 2.1 and 2.2 I2V): which frames are given, and the latents of those; else None.
+        image_embeds: [B, tokens, image_dim] of the first frame, for models that attend to it (Wan 2.1 I2V); else None.
     """
 
     prompt_embeds: torch.Tensor
     negative_embeds: torch.Tensor
     first_frame: torch.Tensor | None = None
     keeps_first: torch.Tensor | None = None
+    image_latents: torch.Tensor | None = None
+    image_embeds: torch.Tensor | None = None
 
     def unconditional(self) -> Condition:
         """The same with the negative prompt for every clip; a given first frame stays, as in the pipelines."""
         return replace(self, prompt_embeds=self.negative_embeds.expand_as(self.prompt_embeds))
+
+    def rows(self, chosen: torch.Tensor) -> Condition:
+        """Of the clips that `chosen` (bool [B] or indices) names."""
+        names = ("prompt_embeds", "first_frame", "keeps_first", "image_latents", "image_embeds")
+        given = {name: value[chosen] for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **given)
 
     def hold(self, latents: torch.Tensor) -> torch.Tensor:
         """`latents` with the given first frames in their place."""

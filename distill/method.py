@@ -13,6 +13,9 @@ from .config import DistillConfig
 from .draws import Draws
 from .flow import Condition, VelocityField
 
+DRAWN_ROUND = 100
+"""Updates after which an expert that was never asked counts as left out, where noise levels are drawn."""
+
 
 @dataclass(frozen=True)
 class Batch:

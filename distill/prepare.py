@@ -6,22 +6,21 @@ the clips that are in none. A clip that cannot be used is listed in `bad.jsonl` 
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from safetensors.torch import save_file
 
-from ..core.config import ConfigError, require, to_dict
+from ..core.config import require, to_dict
 from ..core.config import save_file as save_settings
 from ..pipelines.sizes import check_size
 from ..pipelines.video_io import write_atomically
@@ -33,31 +32,9 @@ from .data import (
     read_shard_items,
     shard_path,
 )
+from .sources import ClipSize, SourceItem
 
 BAD_FILE = "bad.jsonl"
-VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif")
-
-
-@dataclass(frozen=True)
-class SourceItem:
-    """One clip to be: an id that no other has, its caption, and its frames, uint8 [F, H, W, 3], once asked for.
-
-    `frames` is None where the teacher makes the clip from the caption.
-    """
-
-    id: str
-    caption: str
-    frames: Callable[[], np.ndarray] | None = None
-
-
-@dataclass(frozen=True)
-class ClipSize:
-    """What every clip is brought to; `fps` None takes the frames of a file as they are."""
-
-    height: int
-    width: int
-    num_frames: int
-    fps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,114 +44,6 @@ class PrepareReport:
     total: int
     made: int
     bad: tuple[tuple[str, str], ...]
-
-
-def clips_from_folder(folder: Path, size: ClipSize) -> list[SourceItem]:
-    """Every video below `folder`; captions are in .txt files of the same names, or in a `captions.json` beside them."""
-    require(folder.is_dir(), "clips", str(folder), "a folder, a .csv or a .jsonl file")
-    items = []
-    for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in VIDEO_SUFFIXES):
-        identity = path.relative_to(folder).as_posix()
-        items.append(SourceItem(identity, _caption_beside(path), _reader(path, size)))
-    require(len(items) > 0, "clips", str(folder), f"a folder with videos ({', '.join(VIDEO_SUFFIXES)})")
-    return items
-
-
-def _caption_beside(path: Path) -> str:
-    text = path.with_suffix(".txt")
-    if text.is_file():
-        return text.read_text(encoding="utf-8").strip()
-    table = path.parent / "captions.json"
-    captions = json.loads(table.read_text(encoding="utf-8")) if table.is_file() else {}
-    return str(captions.get(path.name, ""))
-
-
-def clips_from_table(table: Path, size: ClipSize) -> list[SourceItem]:
-    """Clips of a CSV or JSONL file with the columns `path` (relative to the file) and `caption`."""
-    items = []
-    for number, row in enumerate(_rows(table), 1):
-        for key in ("path", "caption"):
-            require(isinstance(row.get(key), str), f"{table.name} row {number}.{key}", row.get(key), "a text")
-        items.append(SourceItem(row["path"], row["caption"], _reader(table.parent / row["path"], size)))
-    require(len(items) > 0, "clips", str(table), "a table with at least one row")
-    return items
-
-
-def prompts_from_file(path: Path) -> list[SourceItem]:
-    """Prompts for the teacher: the lines of a .txt file, or the column `prompt` of a CSV or JSONL file."""
-    if path.suffix.lower() == ".txt":
-        prompts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    else:
-        prompts = []
-        for number, row in enumerate(_rows(path), 1):
-            good = isinstance(row.get("prompt"), str) and bool(row["prompt"].strip())
-            require(good, f"{path.name} row {number}.prompt", row.get("prompt"), "a text")
-            prompts.append(row["prompt"].strip())
-    require(len(prompts) > 0, "prompts", str(path), "a file with at least one prompt")
-    return [SourceItem(f"{index:08d}", prompt) for index, prompt in enumerate(prompts)]
-
-
-def clips_from_tiny_world(count: int, size: ClipSize) -> list[SourceItem]:
-    """The first `count` training clips of the tiny world, each with a caption of its own seed."""
-    from ..tiny.dataset import caption, render, sample_scene
-
-    def frames(seed: int) -> Callable[[], np.ndarray]:
-        def draw() -> np.ndarray:
-            clip = render(sample_scene(seed), num_frames=size.num_frames, height=size.height, width=size.width)
-            return clip.numpy()
-
-        return draw
-
-    require(count >= 1, "count", count, "at least 1")
-    return [SourceItem(f"{s:08d}", caption(sample_scene(s), s).text, frames(s)) for s in range(count)]
-
-
-def _rows(table: Path) -> Iterator[dict[str, Any]]:
-    require(table.suffix.lower() in (".csv", ".jsonl"), "file", str(table), "a .csv or .jsonl file")
-    with table.open(encoding="utf-8", newline="") as stream:
-        if table.suffix.lower() == ".csv":
-            yield from csv.DictReader(stream)
-            return
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ConfigError(f"{table.name} line {number}: got no JSON ({error}); must be an object") from None
-                require(isinstance(row, dict), f"{table.name} line {number}", row, "an object")
-                yield row
-
-
-def _reader(path: Path, size: ClipSize) -> Callable[[], np.ndarray]:
-    return lambda: read_clip(path, size)
-
-
-def read_clip(path: Path, size: ClipSize) -> np.ndarray:
-    """Frames of a video file at the wanted rate, scaled and cut to the wanted size, uint8 [F, H, W, 3].
-
-    Raises:
-        ValueError: it holds too few frames. Others come from the decoder.
-    """
-    import imageio.v3 as imageio
-
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path.name}")
-    step = 1.0
-    if size.fps is not None:
-        step = float(imageio.immeta(path)["fps"]) / size.fps
-    wanted = [round(index * step) for index in range(size.num_frames)]
-    frames: list[np.ndarray] = []
-    for number, frame in enumerate(imageio.imiter(path)):
-        while len(frames) < len(wanted) and wanted[len(frames)] == number:
-            frames.append(_fitted(frame, size))
-        if len(frames) == len(wanted):
-            return np.stack(frames)
-    raise ValueError(f"{len(frames)} frames; needs {size.num_frames}" + (f" at {size.fps:g} fps" if size.fps else ""))
-
-
-def _fitted(frame: np.ndarray, size: ClipSize) -> np.ndarray:
-    image = Image.fromarray(frame).convert("RGB")
-    return np.asarray(ImageOps.fit(image, (size.width, size.height), Image.Resampling.LANCZOS))
 
 
 class Encoder:
@@ -210,10 +79,60 @@ class Encoder:
         latents = vae.encode(video.to(vae.device, vae.dtype)).latent_dist.mode().float().cpu()
         return ((latents - self._mean) / self._std)[0]
 
-    def sample(self, prompt: str, size: ClipSize, *, steps: int, guidance_scale: float, seed: int) -> torch.Tensor:
-        """Normalised latents [C, F, h, w] that the teacher makes, float32."""
+    @property
+    def image_channels(self) -> int:
+        """Channels in which the model is given the first frame, beside the noisy latents.
+
+        Raises:
+            ConfigError: others than those of Wan's image-to-video models.
+        """
+        config = self._pipe.transformer.config
+        extra = int(config.in_channels - config.out_channels)
+        known = int(self._pipe.vae.config.z_dim + self._pipe.vae_scale_factor_temporal)
+        require(
+            extra in (0, known), "transformer.in_channels", config.in_channels, f"{config.out_channels} or {known} more"
+        )
+        return extra
+
+    @property
+    def image_dim(self) -> int | None:
+        """Width of the embedding of the first frame that the model attends to; None without."""
+        width = self._pipe.transformer.config.image_dim
+        return None if width is None else int(width)
+
+    @torch.no_grad()
+    def image(self, picture: np.ndarray, num_frames: int) -> dict[str, torch.Tensor]:
+        """A first frame, uint8 [H, W, 3], as the pipeline gives it to the model, float32.
+
+        "image_latents" [channels, F, h, w]: which frames are given, and the latents of the clip that is grey after the
+        first frame. "image_embeds" [tokens, image_dim] where the model attends to it.
+        """
+        pipe, (height, width) = self._pipe, picture.shape[:2]
+        image = Image.fromarray(np.ascontiguousarray(picture))
+        pixels = pipe.video_processor.preprocess(image, height=height, width=width).to(pipe.vae.device, torch.float32)
+        channels, device = pipe.vae.config.z_dim, pipe.vae.device
+        _, condition = pipe.prepare_latents(
+            pixels, 1, channels, height, width, num_frames, torch.float32, device, torch.Generator().manual_seed(0)
+        )
+        parts = {"image_latents": condition[0].float().cpu()}
+        if self.image_dim is not None:
+            parts["image_embeds"] = pipe.encode_image(image, device)[0].float().cpu()
+        return parts
+
+    def sample(
+        self,
+        prompt: str,
+        size: ClipSize,
+        *,
+        steps: int,
+        guidance_scale: float,
+        seed: int,
+        picture: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """Normalised latents [C, F, h, w] that the teacher makes, float32; from a picture where it needs one."""
+        extra = {} if picture is None else {"image": Image.fromarray(picture)}
         latents = self._pipe(
-            prompt,
+            prompt=prompt,
             height=size.height,
             width=size.width,
             num_frames=size.num_frames,
@@ -222,6 +141,7 @@ class Encoder:
             max_sequence_length=self._length,
             generator=torch.Generator().manual_seed(seed),
             output_type="latent",
+            **extra,
         ).frames
         return latents[0].float().cpu()
 
@@ -273,6 +193,8 @@ def prepare(
     repeated = [identity for identity, count in Counter(item.id for item in items).items() if count > 1]
     require(not repeated, "id", repeated[:3], "different for every clip")
     encoder = Encoder(pipe, max_sequence_length)
+    lonely = [item.id for item in items if encoder.image_channels and item.frames is None and item.image is None]
+    require(not lonely, "image", lonely[:3], "given for every prompt: this teacher starts from a picture")
     _settle(folder, encoder, pipe, source, model, size, max_sequence_length, negative_prompt)
     done, number = _existing(folder)
     made, bad = 0, []
@@ -326,6 +248,8 @@ def _settle(
         text_dim=negative.shape[1],
         max_sequence_length=max_sequence_length,
         negative_prompt=negative_prompt,
+        image_channels=encoder.image_channels,
+        image_dim=encoder.image_dim,
     )
     file = folder / SETTINGS_FILE
     if file.is_file():
@@ -349,22 +273,33 @@ def _existing(folder: Path) -> tuple[set[str], int]:
 def _encode(
     encoder: Encoder, item: SourceItem, size: ClipSize, sampling: TeacherSampling | None
 ) -> dict[str, torch.Tensor]:
+    picture = None
     if item.frames is not None:
-        latents = encoder.clip(item.frames())
+        frames = item.frames()
+        latents, picture = encoder.clip(frames), frames[0]
     else:
         require(sampling is not None, "sampling", None, "given where the teacher makes the clips")
         assert sampling is not None
         seed = sampling.seed * 10**8 + int(item.id)
+        if encoder.image_channels:
+            assert item.image is not None
+            picture = item.image()
         latents = encoder.sample(
             item.caption,
             size,
             steps=sampling.num_inference_steps,
             guidance_scale=sampling.guidance_scale,
             seed=seed,
+            picture=picture,
         )
-    if not bool(torch.isfinite(latents).all()):
-        raise FloatingPointError("its latents are not finite")
-    return {"latents": latents.bfloat16().contiguous(), "prompt_embeds": encoder.prompt(item.caption).bfloat16()}
+    parts = {"latents": latents, "prompt_embeds": encoder.prompt(item.caption)}
+    if encoder.image_channels:
+        assert picture is not None
+        parts |= encoder.image(picture, size.num_frames)
+    for name, tensor in parts.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise FloatingPointError(f"its {name} are not finite")
+    return {name: tensor.bfloat16().contiguous() for name, tensor in parts.items()}
 
 
 def _write_shard(folder: Path, number: int, waiting: list[tuple[SourceItem, dict[str, torch.Tensor]]]) -> int:

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch.utils.checkpoint import checkpoint
 
 from ..attention.processors import InstalledAttention, install
 from ..core.config import ConfigError, load_file, require, save_file
-from ..pipelines.acceleration import accelerate, restore, state_of
-from ..pipelines.loading import load, save
-from ..pipelines.recipe import Recipe, SamplerConfig
+from ..pipelines.acceleration import restore, state_of
+from ..pipelines.loading import load
 from ..quantization.qat import FakeQuantization, fake_quantize_
 from .config import DistillConfig
 from .data import BatchReader, PreparedData
 from .denoiser import EXPERTS, Denoiser, LayerRecorder
+from .draws import derived_seed
+from .export import export_student
 from .method import Method, build_method
 from .samples import SampleSheets
-from .trainable import choose_trainable, copy_values, merge_adapters
-from .trainer import TrainedRole, Trainer, TrainingResult, build_accelerator
+from .sharding import Sharding, build_accelerator, in_turn
+from .trainable import choose_trainable, copy_values
+from .trainer import TrainedRole, Trainer, TrainingResult
 
 CONFIG_FILE = "config.toml"
 STUDENT_FOLDER = "student"
@@ -88,71 +89,157 @@ def run(config: DistillConfig, *, resume: bool = False, device: str | None = Non
         ConfigError: settings that do not fit the model, the data or the folder.
         FloatingPointError: a loss or a gradient is not finite.
     """
-    folder = Path(config.folder)
     data = PreparedData(config.data.path)
+    accelerator = build_accelerator(config, device)
+    sharding = Sharding.build(config, accelerator)
+    try:
+        if sharding is None:
+            parts = _build(config, data, accelerator, None)
+        else:
+            (parts,) = [_build(config, data, accelerator, sharding) for _ in in_turn(accelerator)]
+        return _train(config, data, accelerator, sharding, parts, resume)
+    finally:
+        if sharding is not None:
+            sharding.close()
+
+
+@dataclass
+class _Parts:
+    """What a run is made of.
+
+    Attributes:
+        pipe: the teacher's pipeline.
+        method: losses and schedule.
+        teacher: dense and fixed.
+        trained: by role.
+        attention: of the student, by expert.
+        on_grid: fake quantization of the student, by expert.
+        features: recorders for the method.
+        provides: what the student could do before.
+    """
+
+    pipe: Any
+    method: Method
+    teacher: Denoiser
+    trained: dict[str, TrainedRole]
+    attention: dict[str, InstalledAttention]
+    on_grid: list[FakeQuantization]
+    features: dict[str, LayerRecorder]
+    provides: tuple[str, ...]
+
+
+def _build(config: DistillConfig, data: PreparedData, accelerator: Accelerator, sharding: Sharding | None) -> _Parts:
+    """Loads the networks, one after the other, and splits each at once where it is to be split."""
     pipe = stock_pipeline(config.model.teacher, getattr(torch, config.model.teacher_dtype))
     _check_data(config, data, pipe)
     method = build_method(config, _flow_shift(config, pipe), pipe.config.boundary_ratio)
-    accelerator = build_accelerator(config, device)
     student, start = _student(config, pipe)
-    student.to(accelerator.device)
-    attention = install_attention(config, student, start.branches)
+    if sharding is None:
+        student.to(accelerator.device)
+    attention = install_attention(config, student, start.branches, accelerator.device)
     on_grid = fake_quantize(config, student)
-    trained = {"student": student}
+    trained = {"student": _role(config, "student", student, sharding)}
     if "critic" in method.trained_roles:
-        trained["critic"] = _copied(config, pipe).to(accelerator.device)
-    teacher = denoiser_of(pipe, {name: getattr(pipe, name) for name in _experts(pipe)})
+        critic = _copied(config, pipe)
+        if sharding is None:
+            critic.to(accelerator.device)
+        trained["critic"] = _role(config, "critic", critic, sharding)
+    teacher = denoiser_of(pipe, {name: getattr(pipe, name) for name in _experts(pipe)}).requires_grad_(False)
+    if sharding is not None:
+        sharding.shard(teacher)
+        if not accelerator.is_main_process:
+            pipe.register_modules(text_encoder=None)  # the main process saves it with the student
     features = {}
     if config.sparse_warmup.alignment_weight > 0:
         features = {"student": LayerRecorder(student, config.attention), "teacher": LayerRecorder(teacher)}
+    return _Parts(pipe, method, teacher, trained, attention, on_grid, features, start.provides)
+
+
+def _train(
+    config: DistillConfig,
+    data: PreparedData,
+    accelerator: Accelerator,
+    sharding: Sharding | None,
+    parts: _Parts,
+    resume: bool,
+) -> RunResult:
+    folder, pipe, main = Path(config.folder), parts.pipe, accelerator.is_main_process
+    length = _sequence_length(config, pipe)
     batches = BatchReader(
         data,
         config.data,
         seed=config.seed,
         batch_size=config.training.batch_size,
         micro_batches=config.training.gradient_accumulation,
-        max_sequence_length=_sequence_length(config, pipe),
+        max_sequence_length=length,
         drop_prompts=config.method == "sparse_warmup",
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         device=accelerator.device,
     )
     sheets = None
-    if config.samples.every > 0 and accelerator.is_main_process:
-        pipe.vae.to(accelerator.device)
+    if config.samples.every > 0 and (main or sharding is not None):
+        if main:
+            pipe.vae.to(accelerator.device)
         sheets = SampleSheets(
             config,
             data,
             pipe,
-            shift=method.shift,
-            max_sequence_length=_sequence_length(config, pipe),
+            shift=parts.method.shift,
+            max_sequence_length=length,
             device=accelerator.device,
-            uses_dmd="critic" in method.trained_roles,
+            uses_dmd="critic" in parts.method.trained_roles,
+            writes=main,
         )
     trainer = Trainer(
         config,
-        method,
+        parts.method,
         accelerator,
-        teacher=teacher,
-        trained={name: _role(config, name, network) for name, network in trained.items()},
-        attention=attention,
+        teacher=parts.teacher,
+        trained=parts.trained,
+        attention=parts.attention,
         batches=batches,
         folder=folder,
-        features=features,
+        features=parts.features,
         sheets=sheets,
+        sharding=sharding,
     )
-    if accelerator.is_main_process:
+    if main:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(config, folder / CONFIG_FILE)
     result = trainer.run(resume=resume)
+    values = trainer.trained_values()
     written = None
-    if accelerator.is_main_process:
-        copy_values(trainer.trained["student"].parameters, trainer.trained_values())
-        for fake in on_grid:
-            fake.remove()
-        written = export_student(config, method, pipe, student, attention, folder / STUDENT_FOLDER, start.provides)
+    if main:
+        if sharding is None:
+            copy_values(trainer.trained["student"].parameters, values)
+            for fake in parts.on_grid:
+                fake.remove()
+            student, attention = trainer.trained["student"].network, parts.attention
+        else:
+            student, attention = _rebuilt_student(config, values, accelerator.device)
+        written = export_student(
+            config,
+            parts.method,
+            pipe,
+            student,
+            attention,
+            folder / STUDENT_FOLDER,
+            parts.provides,
+            device=accelerator.device,
+        )
     accelerator.wait_for_everyone()
     return RunResult(result, written)
+
+
+def _rebuilt_student(
+    config: DistillConfig, values: Mapping[str, torch.Tensor], device: torch.device
+) -> tuple[Denoiser, dict[str, InstalledAttention]]:
+    """The student as it was before training, on the CPU and in one piece, with the trained values in it."""
+    student, start = _student(config, stock_pipeline(config.model.teacher, torch.float32))
+    attention = install_attention(config, student, start.branches, device)
+    copy_values(choose_trainable(student, config.training, config.attention), values)
+    return student, attention
 
 
 def _experts(pipe: Any) -> list[str]:
@@ -171,11 +258,12 @@ def denoiser_of(pipe: Any, experts: dict[str, Any]) -> Denoiser:
 
 def _copied(config: DistillConfig, pipe: Any) -> Denoiser:
     """The teacher once more, in float32 and with weights of its own."""
-    source = pipe
-    if config.model.teacher_dtype != "float32":  # what was rounded cannot be brought back
+    if next(pipe.transformer.parameters()).dtype == torch.float32:
+        experts = {name: copy.deepcopy(getattr(pipe, name)).float() for name in _experts(pipe)}
+    else:  # what was rounded cannot be brought back
         source = stock_pipeline(config.model.teacher, torch.float32)
-    experts = {name: copy.deepcopy(getattr(source, name)).float() for name in _experts(source)}
-    return _enable_checkpointing(config, denoiser_of(source, experts))
+        experts = {name: getattr(source, name).float() for name in _experts(source)}
+    return _enable_checkpointing(config, denoiser_of(pipe, experts))
 
 
 @dataclass(frozen=True)
@@ -222,17 +310,21 @@ def _enable_checkpointing(config: DistillConfig, denoiser: Denoiser) -> Denoiser
 
 
 def install_attention(
-    config: DistillConfig, student: Denoiser, branches: dict[str, dict[str, torch.Tensor]] | None = None
+    config: DistillConfig,
+    student: Denoiser,
+    branches: dict[str, dict[str, torch.Tensor]] | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, InstalledAttention]:
     """Puts the sparse attention of the settings into every expert; nothing where it is dense.
 
-    `branches` are tensors of linear branches by expert; those that are not given start fresh.
+    `branches` are tensors of linear branches by expert; those that are not given start fresh. `device` is where the
+    student will run, if not where it is now.
     """
     if config.attention.backend == "dense":
         return {}
     given = branches or {}
     return {
-        name: install(expert, config.attention, branch_state=given.get(name))
+        name: install(expert, config.attention, branch_state=given.get(name), device=device)
         for name, expert in student.experts.items()
     }
 
@@ -247,11 +339,19 @@ def fake_quantize(config: DistillConfig, student: Denoiser) -> list[FakeQuantiza
     return [fake_quantize_(expert, config.quantization) for expert in student.experts.values()]
 
 
-def _role(config: DistillConfig, name: str, network: Denoiser) -> TrainedRole:
+def _role(config: DistillConfig, name: str, network: Denoiser, sharding: Sharding | None) -> TrainedRole:
     training = config.training
     is_student = name == "student"
     rate = training.learning_rate if is_student else training.critic_learning_rate
-    return TrainedRole(network, choose_trainable(network, training, config.attention if is_student else None), rate)
+    with torch.random.fork_rng(devices=[]):
+        # Fresh adapters follow from the seed of the run, and so are the same in every process.
+        torch.manual_seed(derived_seed(config.seed, "adapters", name))
+        parameters = choose_trainable(network, training, config.attention if is_student else None)
+    if sharding is not None:
+        sharding.shard(network)
+        split = dict(network.named_parameters())
+        parameters = {name: split[name] for name in parameters}
+    return TrainedRole(network, parameters, rate)
 
 
 def _flow_shift(config: DistillConfig, pipe: Any) -> float:
@@ -286,70 +386,21 @@ def _check_data(config: DistillConfig, data: PreparedData, pipe: Any) -> None:
     require(channels == settings.out_channels, "data latent channels", channels, rule)
     rule = f"{settings.text_dim}, the teacher's: prepare the data with it"
     require(text_dim == settings.text_dim, "data text_dim", text_dim, rule)
+    extra = settings.in_channels - settings.out_channels
+    rule = "the teacher's: prepare the data with it"
+    length = _sequence_length(config, pipe)
+    # diffusers takes all but the last 512 tokens of such a model's context for the picture's.
+    fits = settings.image_dim is None or length == DEFAULT_SEQUENCE_LENGTH
+    require(
+        fits, "model.max_sequence_length", length, f"{DEFAULT_SEQUENCE_LENGTH} for a model that attends to a picture"
+    )
+    found = data.settings.image_channels
+    require(found == extra, "data image_channels", found, f"{extra}, {rule}")
+    width = data.settings.image_dim
+    require(width == settings.image_dim, "data image_dim", width, f"{settings.image_dim}, {rule}")
     share = config.data.image_share
     fits = share == 0 or bool(pipe.config.expand_timesteps)
     require(fits, "data.image_share", share, "0 for a teacher without one time per token (expand_timesteps)")
-
-
-def student_recipe(config: DistillConfig, method: Method, boundary_ratio: float | None) -> Recipe:
-    """How the finished student is to be run."""
-    sampler = SamplerConfig()
-    if config.model.sigmas is not None:
-        uses_dmd = "critic" in method.trained_roles
-        sampler = SamplerConfig(
-            sigmas=config.model.sigmas,
-            guidance_scale=1.0,
-            guidance_scale_2=None if boundary_ratio is None else 1.0,
-            stochastic=uses_dmd and config.dmd.stochastic,
-            boundary_ratio=boundary_ratio,
-        )
-    return Recipe(
-        config.name,
-        attention=config.attention,
-        sampler=sampler,
-        requires=method.provides[0],
-        description=config.description,
-    )
-
-
-def export_student(
-    config: DistillConfig,
-    method: Method,
-    pipe: Any,
-    student: Denoiser,
-    attention: dict[str, InstalledAttention],
-    folder: Path,
-    provides: tuple[str, ...] = (),
-) -> Path:
-    """Writes the student as a diffusers folder with its recipe and defaults; complete or not at all.
-
-    Adapters are merged; the student is stock afterwards and cannot be trained on.
-    """
-    merge_adapters(student)
-    branches = {name: installed.branch_state() for name, installed in attention.items()}
-    for installed in attention.values():
-        installed.remove()
-    dtype = getattr(torch, config.model.export_dtype)
-    for name, expert in student.experts.items():
-        expert.requires_grad_(False).eval()
-        setattr(pipe, name, expert.to("cpu", dtype))
-    grid = () if config.quantization.mode == "none" else (config.quantization.mode,)
-    gives = tuple(dict.fromkeys((*provides, *method.provides, *grid)))
-    defaults = dict(pipe.videospark_defaults) | {"provides": list(gives)}
-    if config.model.sigmas is not None:
-        defaults |= {"num_inference_steps": len(config.model.sigmas), "guidance_scale": 1.0}
-    pipe.videospark_defaults = defaults
-    partial = folder.with_name(f".{uuid.uuid4().hex}.partial")
-    try:
-        recipe = student_recipe(config, method, pipe.config.boundary_ratio)
-        accelerate(pipe, recipe, branch_state=branches if any(branches.values()) else None)
-        save(pipe, partial)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return folder
 
 
 def with_overrides(config: DistillConfig, *, output: str | None = None, data: str | None = None) -> DistillConfig:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ..core.config import ConfigError
 
@@ -46,17 +47,41 @@ def restore_random_state(tensors: Mapping[str, torch.Tensor], plain: Mapping[str
     random.setstate((version, tuple(internal), gauss_next))
 
 
-def write_state(folder: Path, tensors: Mapping[str, Mapping[str, torch.Tensor]], state: Mapping[str, Any]) -> None:
-    """Writes one safetensors file per entry of `tensors`, and the plain data."""
-    for name, group in tensors.items():
+class TensorFile(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: Any = safe_open(path, "pt").__enter__()
+        self._names = tuple(self._file.keys())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def write_state(
+    folder: Path, groups: Iterable[tuple[str, Mapping[str, torch.Tensor]]], state: Mapping[str, Any]
+) -> None:
+    """Writes one safetensors file per group, one after the other, and the plain data."""
+    names = []
+    for name, group in groups:
         values = {key: value.detach().cpu().contiguous() for key, value in group.items()}
         save_file(values, folder / f"{name}.safetensors")
-    text = json.dumps({**state, "files": sorted(tensors)}, indent=1) + "\n"
+        names.append(name)
+    text = json.dumps({**state, "files": sorted(names)}, indent=1) + "\n"
     (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
 
-def read_state(folder: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """What `write_state` wrote.
+def read_state(folder: Path) -> tuple[dict[str, TensorFile], dict[str, Any]]:
+    """What `write_state` wrote; tensors are read once they are asked for.
 
     Raises:
         ConfigError: a file is missing; the message names it.
@@ -67,5 +92,5 @@ def read_state(folder: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[s
         path = folder / f"{name}.safetensors"
         if not path.is_file():
             raise ConfigError(f"checkpoint: got {folder.name} without {path.name}; must be complete")
-        tensors[name] = load_file(path)
+        tensors[name] = TensorFile(path)
     return tensors, state

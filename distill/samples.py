@@ -82,6 +82,7 @@ class SampleSheets:
         max_sequence_length: prompts are padded to so many tokens.
         device: of the training.
         uses_dmd: whether the student was trained by distribution matching, so that `dmd.stochastic` counts.
+        writes: false for a process that runs the network along with the one that decodes and writes.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class SampleSheets:
         max_sequence_length: int,
         device: torch.device,
         uses_dmd: bool,
+        writes: bool = True,
     ) -> None:
         self._settings, self._vae, self._processor, self._device = (
             config.samples,
@@ -101,7 +103,7 @@ class SampleSheets:
             pipe.video_processor,
             device,
         )
-        self._folder = Path(config.folder) / SAMPLES_FOLDER
+        self._folder, self._writes = Path(config.folder) / SAMPLES_FOLDER, writes
         few = config.model.sigmas
         self._sigmas = (*few, 0.0) if few is not None else uniform_sigmas(config.samples.steps, shift)
         self._guidance = 1.0 if few is not None else config.model.guidance_scale
@@ -110,7 +112,9 @@ class SampleSheets:
         self.captions = [data.items[index][2] for index in range(len(rows))]
         embeds = padded_embeds([row[1] for row in rows], max_sequence_length).to(device)
         negative = padded_embeds([data.negative_embeds], max_sequence_length).to(device)
-        self._condition = Condition(embeds, negative)
+        images = data.read_images(range(len(rows)))
+        latents, picture = (None if part is None else part.to(device) for part in images)
+        self._condition = Condition(embeds, negative, image_latents=latents, image_embeds=picture)
         self._shape = tuple(torch.stack([row[0] for row in rows]).shape)
 
     def due(self, step: int, last: bool) -> bool:
@@ -118,7 +122,7 @@ class SampleSheets:
         return self._settings.every > 0 and (step % self._settings.every == 0 or last)
 
     def draw(self, field: VelocityField, step: int) -> Path:
-        """Writes `samples/step-NNNNNNNN.png`: a row per caption, evenly spaced frames."""
+        """Makes the clips, and writes `samples/step-NNNNNNNN.png`: a row per caption, evenly spaced frames."""
 
         def noise(place: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(1000 * self._settings.seed + place)
@@ -135,10 +139,12 @@ class SampleSheets:
         if not bool(torch.isfinite(latents).all()):
             raise FloatingPointError(f"step {step}, samples: got latents that are not finite; must be finite")
         count = self._settings.frames
+        path = self._folder / f"step-{step:08d}.png"
+        if not self._writes:
+            return path
         rows = []
         for start in range(len(latents)):  # one at a time: the decoder needs the most memory
             (clip,) = decode_latents(self._vae, self._processor, latents[start : start + 1])
             rows.append(clip[np.linspace(0, len(clip) - 1, count).round().astype(int)])
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"step-{step:08d}.png"
         return contact_sheet(np.concatenate(rows), path, max_frames=count * len(rows), columns=count)

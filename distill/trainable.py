@@ -13,6 +13,7 @@ from ..attention.config import AttentionConfig
 from ..core.config import ConfigError, require
 from .config import LoRAConfig, TrainingConfig
 from .denoiser import Denoiser
+from .sharding import local, rows_of, split_as
 
 BRANCH = ".linear_branch."
 FINAL_FACTOR = 0.02
@@ -129,12 +130,12 @@ class WeightAverage:
         """Takes the parameters in after update number `updates` (from 0)."""
         decay = min(self.decay, (1 + updates) / (10 + updates))
         names = list(self.values)
-        torch._foreach_lerp_([self.values[n] for n in names], [parameters[n].detach() for n in names], 1 - decay)
+        torch._foreach_lerp_([local(self.values[n]) for n in names], [local(parameters[n]) for n in names], 1 - decay)
 
 
 @torch.no_grad()
-def copy_values(parameters: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]) -> None:
-    """Writes `values` into the parameters of the same names.
+def copy_values(parameters: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    """Writes `values`, which are whole, into the parameters of the same names; of a split one this process' rows.
 
     Raises:
         ConfigError: names or shapes differ.
@@ -142,21 +143,22 @@ def copy_values(parameters: Mapping[str, nn.Parameter], values: Mapping[str, tor
     unlike = sorted(set(parameters) ^ set(values))
     require(not unlike, "checkpoint tensors", unlike[:4], "those that are trained, no more and no fewer")
     for name, parameter in parameters.items():
-        shape = tuple(values[name].shape)
+        value = values[name]
+        shape = tuple(value.shape)
         require(shape == tuple(parameter.shape), name, shape, f"of shape {tuple(parameter.shape)}")
-        parameter.copy_(values[name])
+        local(parameter).copy_(rows_of(value, parameter))
 
 
 def optimizer_tensors(
     optimizers: Mapping[str, torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of the optimizers' states under "optimizer/parameter/slot"."""
+    """Every tensor of the optimizers' states under "optimizer/parameter/slot"; not copied."""
     names = {id(p): name for name, p in parameters.items()}
     tensors = {}
     for key, optimizer in optimizers.items():
         for parameter, slots in optimizer.state.items():
             for slot, value in slots.items():
-                tensors[f"{key}/{names[id(parameter)]}/{slot}"] = torch.as_tensor(value).detach().clone().contiguous()
+                tensors[f"{key}/{names[id(parameter)]}/{slot}"] = torch.as_tensor(value).detach()
     return tensors
 
 
@@ -165,13 +167,15 @@ def load_optimizer_tensors(
     parameters: Mapping[str, nn.Parameter],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Undoes `optimizer_tensors`, value for value."""
+    """Undoes `optimizer_tensors`, value for value; `tensors` are whole, also where parameters are split."""
     states: dict[str, dict[str, dict[str, torch.Tensor]]] = {key: {} for key in optimizers}
     for path, value in tensors.items():
         key, name, slot = path.split("/")
         if key not in states or name not in parameters:
             raise ConfigError(f"checkpoint optimizer: got {path!r}; must belong to a tensor that is trained")
-        states[key].setdefault(name, {})[slot] = value
+        # The count of steps is one number; the others have the parameter's shape, and are split as it is.
+        counts = value.shape != parameters[name].shape
+        states[key].setdefault(name, {})[slot] = value if counts else split_as(value, parameters[name])
     names = {id(p): name for name, p in parameters.items()}
     for key, optimizer in optimizers.items():
         whole = optimizer.state_dict()

@@ -8,6 +8,7 @@ on from a checkpoint repeats what it would have done, bit for bit on a CPU.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from accelerate.utils import gather_object
 from torch import nn
 
 from ..attention.processors import InstalledAttention
@@ -26,10 +27,12 @@ from .checkpoints import newest_checkpoint, prune_checkpoints, remove_leftovers,
 from .config import DistillConfig, TrainingConfig
 from .data import BatchReader
 from .denoiser import Denoiser, as_averaged_field, as_field
+from .flow import VelocityField
 from .method import Loss, Method, Roles
 from .records import Progress, RunRecords
 from .run_state import random_state, read_state, restore_random_state, write_state
 from .samples import SampleSheets
+from .sharding import Sharding, exchanged, gathered
 from .trainable import (
     WeightAverage,
     build_optimizers,
@@ -49,7 +52,7 @@ class TrainedRole:
     """A network that learns.
 
     Attributes:
-        network: the bare network.
+        network: the bare network; already split where it is to be.
         parameters: those that learn, by name.
         learning_rate: of AdamW.
         module: the network as accelerate wraps it.
@@ -68,11 +71,15 @@ class TrainedRole:
     updates: int = 0
     unseen: set[str] = field(init=False)
 
-    def prepare(self, accelerator: Accelerator, training: TrainingConfig) -> None:
-        """Makes the optimizers and hands everything to accelerate."""
+    def prepare(self, accelerator: Accelerator, training: TrainingConfig, *, sharded: bool) -> None:
+        """Makes the optimizers and hands everything to accelerate; a split network needs its precision alone."""
         self.optimizers = build_optimizers(self.parameters, training, self.learning_rate)
         self.base_rates = {name: o.param_groups[0]["lr"] for name, o in self.optimizers.items()}
-        self.module, *prepared = accelerator.prepare(self.network, *self.optimizers.values())
+        if sharded:
+            self.module = accelerator.prepare_model(self.network, device_placement=False, evaluation_mode=True)
+            prepared = [accelerator.prepare(optimizer) for optimizer in self.optimizers.values()]
+        else:
+            self.module, *prepared = accelerator.prepare(self.network, *self.optimizers.values())
         self.optimizers = dict(zip(self.optimizers, prepared, strict=True))
         self.unseen = set(self.parameters)
 
@@ -90,18 +97,6 @@ class TrainingResult:
     reason: str
 
 
-def build_accelerator(config: DistillConfig, device: str | None = None) -> Accelerator:
-    """accelerate for this run; multi-process settings come from `accelerate launch` or torchrun.
-
-    Args:
-        config: the run.
-        device: "cpu" to stay on the CPU; None leaves the choice to accelerate.
-    """
-    # Wan 2.2 has two experts, and an update may touch one of them alone.
-    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
-    return Accelerator(mixed_precision=config.training.mixed_precision, cpu=device == "cpu", kwargs_handlers=handlers)
-
-
 class Trainer:
     """Trains the roles of a method.
 
@@ -109,13 +104,14 @@ class Trainer:
         config: the run.
         method: losses and schedule.
         accelerator: of this process.
-        teacher: dense and fixed.
+        teacher: dense and fixed; already split where it is to be.
         trained: by role.
         attention: of the student, by expert, where a sparse one is installed.
         batches: of this process.
         folder: of the run.
         features: recorders for the method, by "student" and "teacher".
-        sheets: pictures while it trains; None for none.
+        sheets: pictures while it trains; None for none. With `sharding` every process draws, as networks run together.
+        sharding: where the networks are split over the processes.
     """
 
     def __init__(
@@ -131,18 +127,21 @@ class Trainer:
         folder: Path,
         features: Mapping[str, Any] | None = None,
         sheets: SampleSheets | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         if tuple(trained) != method.trained_roles:
             raise ValueError(f"trained: got {tuple(trained)}; must be {method.trained_roles}")
         self.config, self.method, self.accelerator = config, method, accelerator
         self.teacher, self.trained, self.attention = teacher, dict(trained), dict(attention)
-        self.batches, self.folder, self.sheets = batches, folder, sheets
+        self.batches, self.folder, self.sheets, self.sharding = batches, folder, sheets, sharding
         self.step = 0
         self.finished: str | None = None
         self._started: dict[str, int] = {}
         for role in self.trained.values():
-            role.prepare(accelerator, config.training)
-        teacher.to(accelerator.device).requires_grad_(False).eval()
+            role.prepare(accelerator, config.training, sharded=sharding is not None)
+        if sharding is None:
+            teacher.to(accelerator.device)
+        teacher.requires_grad_(False).eval()
         student = self.trained["student"]
         decay = config.training.ema_decay
         self.average = WeightAverage(student.parameters, decay) if decay > 0 else None
@@ -150,14 +149,23 @@ class Trainer:
             student=as_field(student.module),
             teacher=self._in_precision(as_field(teacher)),
             critic=as_field(self.trained["critic"].module) if "critic" in self.trained else None,
-            average=None,
+            average=self._averaged_field(),
             features=features or {},
         )
-        self._refresh_average()
 
-    def _refresh_average(self) -> None:
-        if self.average is not None:
-            self.roles.average = as_averaged_field(self.trained["student"].network, self.average.values)
+    def _averaged_field(self) -> VelocityField | None:
+        if self.average is None:
+            return None
+        student, values = self.trained["student"], self.average.values
+        if self.sharding is None:
+            return as_averaged_field(student.network, values)
+        plain = as_field(student.module)
+
+        def field(*arguments: Any) -> torch.Tensor:
+            with torch.no_grad(), exchanged(student.parameters, values):
+                return plain(*arguments)
+
+        return field
 
     def _in_precision(self, plain: Any) -> Any:
         def run(*arguments: Any) -> torch.Tensor:
@@ -201,7 +209,7 @@ class Trainer:
                     self.save()
                     if records is not None:
                         records.draw()
-                if main and self.sheets is not None and self.sheets.due(self.step, last):
+                if self.sheets is not None and self.sheets.due(self.step, last):
                     self.sheets.draw(self._sampling_field(), self.step)
         finally:
             progress.close()
@@ -253,7 +261,7 @@ class Trainer:
                     totals[key] = totals.get(key, torch.zeros_like(value)) + value / micro_batches
         means = {k: float(self.accelerator.reduce(v.float(), "mean")) for k, v in totals.items()}  # type: ignore[arg-type]
         self._check_gradients(name, role)
-        size = self.accelerator.clip_grad_norm_(list(role.parameters.values()), training.max_grad_norm or math.inf)
+        size = self._clip(list(role.parameters.values()), training.max_grad_norm or math.inf)
         norm = math.nan if size is None else float(size)
         if not (math.isfinite(means["loss"]) and math.isfinite(norm)):
             text = f"loss {means['loss']}, gradient norm {norm}"
@@ -270,6 +278,12 @@ class Trainer:
         mean_loss = means.pop("loss")
         parts = {f"{name}/{key}": part for key, part in means.items()}
         return mean_loss, parts | {f"{name}/gradient_norm": norm, f"{name}/learning_rate_factor": factor}
+
+    def _clip(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor | None:
+        if self.sharding is not None:
+            return self.sharding.clip_gradients(parameters, max_norm)
+        norm: torch.Tensor | None = self.accelerator.clip_grad_norm_(parameters, max_norm)
+        return norm
 
     @contextlib.contextmanager
     def _learning(self, name: str) -> Iterator[None]:
@@ -300,15 +314,9 @@ class Trainer:
         mine_tensors, mine_plain = random_state()
         randoms = gather_object([(mine_tensors, mine_plain)])
         written = None
+        groups = self._groups()
         if self.accelerator.is_main_process:
-            tensors: dict[str, Mapping[str, torch.Tensor]] = {}
-            for name, role in self.trained.items():
-                tensors[name] = role.parameters
-                tensors[f"{name}-optimizer"] = optimizer_tensors(_bare(role.optimizers), role.parameters)
-            if self.average is not None:
-                tensors["average"] = self.average.values
-            for rank, (states, _) in enumerate(randoms):
-                tensors[f"random-{rank}"] = states
+            states = ((f"random-{rank}", tensors) for rank, (tensors, _) in enumerate(randoms))
             state = {
                 "step": self.step,
                 "fingerprint": self.config.fingerprint(),
@@ -320,10 +328,26 @@ class Trainer:
                 "trained": {name: describe(role.parameters) for name, role in self.trained.items()},
             }
             root = self.folder / CHECKPOINTS
-            written = write_checkpoint(root, self.step, lambda folder: write_state(folder, tensors, state))
+            every = itertools.chain(groups, states)
+            written = write_checkpoint(root, self.step, lambda folder: write_state(folder, every, state))
             prune_checkpoints(root, self.config.training.keep_checkpoints)
+        if self.sharding is not None:
+            # The other processes give their rows, and so does the main one where there was nothing to write.
+            for _ in groups:
+                pass
         self.accelerator.wait_for_everyone()
         return written
+
+    def _groups(self) -> Iterator[tuple[str, Mapping[str, torch.Tensor]]]:
+        """The tensors of a checkpoint, file by file, whole on the main process."""
+        for name, role in self.trained.items():
+            yield name, self._whole(role.parameters)
+            yield f"{name}-optimizer", self._whole(optimizer_tensors(_bare(role.optimizers), role.parameters))
+        if self.average is not None:
+            yield "average", self._whole(self.average.values)
+
+    def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return tensors if self.sharding is None else gathered(tensors, self.accelerator.is_main_process)
 
     def load(self, folder: Path) -> None:
         """Takes up the run where the checkpoint in `folder` left it.
@@ -343,12 +367,7 @@ class Trainer:
             load_optimizer_tensors(optimizers, role.parameters, _part(tensors, f"{name}-optimizer", folder))
             role.updates = state["updates"][name]
         if self.average is not None:
-            device = self.accelerator.device
-            values = _part(tensors, "average", folder)
-            if set(values) != set(self.average.values):
-                raise ConfigError(f"checkpoint: got other averaged tensors in {folder.name}; must be those trained")
-            self.average.values = {key: value.to(device) for key, value in values.items()}
-            self._refresh_average()
+            copy_values(self.average.values, _part(tensors, "average", folder))
         self.method.load_state_dict(state["method"])
         self._started = dict(state["updates"])
         self.step, self.finished = state["step"], state["finished"]
@@ -358,11 +377,12 @@ class Trainer:
         else:
             warnings.warn(f"process {rank} was not in the run before: its global generators start anew", stacklevel=2)
 
-    def trained_values(self) -> dict[str, torch.Tensor]:
-        """What the student is saved with: the averaged values where there are any."""
+    def trained_values(self) -> Mapping[str, torch.Tensor]:
+        """What the student is saved with: the averaged values where there are any. Whole on the main process; all
+        processes must ask for it together."""
         if self.average is not None:
-            return self.average.values
-        return {name: p.detach() for name, p in self.trained["student"].parameters.items()}
+            return self._whole(self.average.values)
+        return self._whole({name: p.detach() for name, p in self.trained["student"].parameters.items()})
 
 
 def _bare(optimizers: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
@@ -370,7 +390,7 @@ def _bare(optimizers: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
     return {name: getattr(o, "optimizer", o) for name, o in optimizers.items()}
 
 
-def _part(tensors: Mapping[str, dict[str, torch.Tensor]], name: str, folder: Path) -> dict[str, torch.Tensor]:
+def _part(tensors: Mapping[str, Mapping[str, torch.Tensor]], name: str, folder: Path) -> Mapping[str, torch.Tensor]:
     if name not in tensors:
         raise ConfigError(f"checkpoint: got {folder.name} without {name}.safetensors; must be complete")
     return tensors[name]

@@ -28,7 +28,7 @@ import torch
 
 from ..config import DistillConfig
 from ..flow import add_noise, levels, shift_time, solve, unshift_time
-from ..method import Batch, Loss, Method, Roles
+from ..method import DRAWN_ROUND, Batch, Loss, Method, Roles
 from .dmd import DistributionMatching
 from .pcm import PhasedConsistency, knots_of
 
@@ -65,7 +65,8 @@ class CrossDistill(Method):
         return ("student",) if self._since_stage(step) % cycle == cycle - 1 else ("critic",)
 
     def round_length(self, role: str) -> int:
-        return max(1, len(self.steps))
+        drawn = role == "student" and self.consistency is not None
+        return self.settings.staged_steps + max(DRAWN_ROUND if drawn else 1, len(self.steps))
 
     def _since_stage(self, step: int) -> int:
         return step - self.settings.staged_steps

@@ -41,7 +41,8 @@ from dataclasses import dataclass
 import torch
 
 from ...core.config import require
-from ..config import DistillConfig, DMDConfig
+from ..config import DistillConfig
+from ..config_methods import DMDConfig
 from ..flow import broadcast, euler_step, guided_velocity, levels, shift_time, unshift_time
 from ..method import Batch, Loss, Method, Roles
 from .pcm import knots_of

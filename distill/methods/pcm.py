@@ -31,9 +31,10 @@ from dataclasses import dataclass
 import torch
 
 from ...core.config import require
-from ..config import DistillConfig, PCMConfig
+from ..config import DistillConfig
+from ..config_methods import PCMConfig
 from ..flow import add_noise, euler_step, guided_velocity, shift_time, unshift_time
-from ..method import Batch, Loss, Method, Roles
+from ..method import DRAWN_ROUND, Batch, Loss, Method, Roles
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,9 @@ class PCM(Method):
     @property
     def provides(self) -> tuple[str, ...]:
         return ("few-step",)
+
+    def round_length(self, role: str) -> int:
+        return DRAWN_ROUND
 
     def loss(self, role: str, roles: Roles, batch: Batch, step: int) -> Loss:
         value = self.consistency(roles, batch)

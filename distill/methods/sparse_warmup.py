@@ -34,7 +34,7 @@ import torch
 
 from ..config import DistillConfig
 from ..flow import add_noise, broadcast, shift_time
-from ..method import Batch, Loss, Method, Roles
+from ..method import DRAWN_ROUND, Batch, Loss, Method, Roles
 
 
 class SparseWarmup(Method):
@@ -50,6 +50,9 @@ class SparseWarmup(Method):
     @property
     def provides(self) -> tuple[str, ...]:
         return ("sparse",)
+
+    def round_length(self, role: str) -> int:
+        return DRAWN_ROUND
 
     def keep_ratio(self, step: int) -> float:
         start, target = self.settings.start_keep_ratio, self.config.attention.keep_ratio

@@ -16,8 +16,9 @@ from videospark.distill.config import DistillConfig
 from videospark.distill.draws import Draws
 from videospark.distill.flow import Condition, broadcast
 from videospark.distill.method import Batch
-from videospark.distill.prepare import ClipSize, clips_from_tiny_world, prepare
+from videospark.distill.prepare import prepare
 from videospark.distill.run import stock_pipeline
+from videospark.distill.sources import ClipSize, clips_from_tiny_world
 
 SHAPE = (1, 2, 2, 2)
 MEAN, NEGATIVE_MEAN, STD = 0.6, -0.2, 0.5

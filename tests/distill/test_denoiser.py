@@ -93,9 +93,12 @@ def test_a_mixed_batch_trains_both_experts():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in both.parameters())
 
 
-def test_conditions_in_extra_channels_are_refused():
-    with pytest.raises(ConfigError, match="transformer.in_channels: got 9"):
-        single(transformer(0, in_channels=9))
+def test_experts_with_other_channels_are_refused():
+    with pytest.raises(ConfigError, match="transformer.in_channels: got 3"):
+        single(transformer(0, in_channels=3))
+    both = {"transformer": transformer(0, in_channels=9), "transformer_2": transformer(1)}
+    with pytest.raises(ConfigError, match="transformer_2.in_channels: got 4"):
+        Denoiser(both, boundary_ratio=0.5, expand_timesteps=False)
 
 
 def test_the_averaged_field_uses_other_values_and_leaves_the_network_alone():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from videospark.core.config import ConfigError
-from videospark.distill.config import DMDConfig
+from videospark.distill.config_methods import DMDConfig
 from videospark.distill.flow import unshift_time
 from videospark.distill.method import Roles
 from videospark.distill.methods.dmd import DMD, DistributionMatching

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from videospark.distill.config import PCMConfig
+from videospark.distill.config_methods import PCMConfig
 from videospark.distill.flow import unshift_time
 from videospark.distill.method import Roles
 from videospark.distill.methods.pcm import PCM, PhasedConsistency

@@ -12,14 +12,13 @@ from videospark.core.config import ConfigError
 from videospark.distill import prepare as preparation
 from videospark.distill.config import DataConfig
 from videospark.distill.data import BatchReader, PreparedData, SampleOrder
-from videospark.distill.prepare import (
+from videospark.distill.prepare import TeacherSampling, prepare
+from videospark.distill.sources import (
     ClipSize,
     SourceItem,
-    TeacherSampling,
     clips_from_folder,
     clips_from_table,
     clips_from_tiny_world,
-    prepare,
     prompts_from_file,
     read_clip,
 )
@@ -147,8 +146,8 @@ def test_frames_are_taken_at_the_wanted_rate_and_fitted(tmp_path):
 def test_the_teacher_makes_clips_from_prompts(pipe, tmp_path):
     (tmp_path / "p.txt").write_text("a red circle\n\na blue square\n")
     (tmp_path / "p.jsonl").write_text('{"prompt": "a red circle"}\n{"prompt": "a blue square"}\n')
-    items = prompts_from_file(tmp_path / "p.txt")
-    assert [i.caption for i in items] == [i.caption for i in prompts_from_file(tmp_path / "p.jsonl")]
+    items = prompts_from_file(tmp_path / "p.txt", SIZE)
+    assert [i.caption for i in items] == [i.caption for i in prompts_from_file(tmp_path / "p.jsonl", SIZE)]
     sampling = TeacherSampling(2, 3.0, seed=4)
     make(pipe, items, tmp_path / "d", sampling=sampling)
     latents = PreparedData(tmp_path / "d").read(1)[0]
