@@ -85,6 +85,82 @@ def attention(
     _finish("attention", table, [row.to_dict() for row in rows], machine(where), output, settings, json_file)
 
 
+@app.command("attention-quality")
+@guarded
+def attention_quality(
+    output: Path = typer.Option(..., "--output", help="Folder for tables, numbers and pictures."),
+    model: str | None = typer.Option(None, "--model", help="Folder of a tiny model; default: the embedded one."),
+    keep: str = typer.Option("0.05,0.1,0.2,0.3,0.5", "--keep-ratio", help="Keep ratios, with commas."),
+    methods: str = typer.Option("sparse,rola,sla", "--methods", help="Of sparse, rola, sla, with commas."),
+    captions: int = typer.Option(64, "--captions", help="Held-out captions that are measured."),
+    calibration_captions: int = typer.Option(4, "--calibration-captions", help="Further ones to calibrate on."),
+    steps: int | None = typer.Option(None, "--steps", help="Denoising steps; default: the model's."),
+    guidance: float | None = typer.Option(None, "--guidance", help="Guidance scale; default: the model's."),
+    blocks: str = typer.Option("16,16", "--blocks", help="Tokens of a query and of a key block."),
+    rank: int = typer.Option(64, "--rank", help="Rank of RoLA; its frequencies are balanced."),
+    backend: str = typer.Option("gather", "--backend", help="A sparse backend."),
+    layer: int | None = typer.Option(None, "--layer", help="Layer of the picture of kept blocks; default: the middle."),
+    picture_ratio: float | None = typer.Option(None, "--picture-ratio", help="Its keep ratio; default: the smallest."),
+    batch_size: int = typer.Option(8, "--batch-size", help="Clips denoised together."),
+    device: str | None = typer.Option(None, "--device", help="cpu, cuda, ...; default: the best one."),
+) -> None:
+    """Quality versus keep ratio without training: sparse, sparse + calibrated RoLA, SLA, against the dense model."""
+    for name, number in (
+        ("captions", captions), ("calibration-captions", calibration_captions), ("steps", steps),
+        ("batch-size", batch_size),
+    ):  # fmt: skip
+        require_at_least(name, number, 1)
+    require_at_least("guidance", guidance, 0)
+    check_writable(output / "attention-quality.json", "output")
+    ratios, sizes = _numbers("keep-ratio", keep, float), _numbers("blocks", blocks, int)
+
+    from ..attention.config import AttentionConfig, RoLAConfig
+    from ..benchmarks import attention_quality as bench
+    from ..benchmarks.timing import machine
+    from ..core.config import require
+    from ..core.devices import pick_device
+    from ..pipelines import loading
+    from ..pipelines.acceleration import restore
+    from ..pipelines.generation import GenerationRequest, resolve_request
+    from .block_maps import BlockMapRecorder
+    from .clip_maker import ClipMaker
+    from .model_folder import locate_model
+
+    require(len(sizes) == 2, "blocks", blocks, "two numbers, as in 16,16")
+    base = AttentionConfig(backend, keep_ratio=max(ratios), block_size_q=sizes[0], block_size_k=sizes[1])
+    rola = RoLAConfig(rank=rank, frequencies="balanced")
+    where, folder = pick_device(device), locate_model(model)
+    typer.echo(f"loading {folder} on {where}", err=True)
+    pipe = loading.load(folder, device=where, recipe="dense")
+    pipe.set_progress_bar_config(disable=True)
+    restore(pipe)  # the recipe "dense" kept the model's own from being applied
+    layers = len(pipe.transformer.blocks)
+    place = layers // 2 if layer is None else layer
+    require(0 <= place < layers, "layer", place, f"0 to {layers - 1}")
+    wish = GenerationRequest("a circle", seed=0, num_inference_steps=steps, guidance_scale=guidance)
+    resolved = resolve_request(pipe, wish)
+    names = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale")
+    settings: dict[str, Any] = {name: getattr(resolved, name) for name in names}
+    length = (pipe.videospark_defaults or {}).get("max_sequence_length", 512)
+    maker = ClipMaker(pipe, {**settings, "max_sequence_length": length}, batch_size=batch_size)
+    recorder = BlockMapRecorder(settings["num_inference_steps"])
+    rows = bench.bench_attention_quality(
+        pipe, maker, base=base, rola=rola, keep_ratios=ratios, methods=_parts(methods), captions=captions,
+        calibration_captions=calibration_captions, batch_size=batch_size, recorder=recorder,
+        recorded_ratio=picture_ratio, say=lambda text: typer.echo(text, err=True),
+    )  # fmt: skip
+    title = "Quality versus keep ratio, without training: " + (
+        f"{captions} held-out captions, {settings['width']}x{settings['height']}, {settings['num_frames']} frames, "
+        f"{settings['num_inference_steps']} steps, blocks {sizes[0]}/{sizes[1]}"
+    )
+    said = {"settings": {**settings, "captions": captions, "rank": rank, "backend": backend, "blocks": sizes}}
+    data = [row.to_dict() for row in rows]
+    _finish("attention-quality", bench.markdown(rows, title), data, machine(str(where)), output, said)
+    typer.echo(str(bench.plot(rows, output / "attention-quality.png")))
+    if (maps := recorder.result()) is not None:
+        typer.echo(str(bench.draw_kept_blocks(maps, place, output / "kept-blocks.png")))
+
+
 @app.command("linear")
 @guarded
 def linear(
