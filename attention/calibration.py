@@ -402,7 +402,7 @@ def unit_output(
     if isinstance(branch, RoLABranch):
         cos, sin = branch.tables(inputs)
         out = linear_branch(
-            branch.form, inputs.sparse, inputs.query, inputs.key, value, map_q=branch.proj_q.weight,
+            branch.form, inputs.sparse, sample.query, sample.key, value, map_q=branch.proj_q.weight,
             map_k=branch.proj_k.weight, cos=cos, sin=sin, excluded=inputs.block_map,
         )  # fmt: skip
         return out - inputs.sparse

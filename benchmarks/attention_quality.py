@@ -92,7 +92,8 @@ class QualityRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; a number that is not finite is None there."""
-        return _finite({**dataclasses.asdict(self), "end_distance": self.end_distance})  # type: ignore[no-any-return]
+        data: dict[str, Any] = _finite({**dataclasses.asdict(self), "end_distance": self.end_distance})
+        return data
 
 
 def bench_attention_quality(
@@ -187,7 +188,7 @@ class _Found:
     clips: list[np.ndarray]
 
 
-def _measure(maker: Maker, counts: Mapping[str, int]) -> _Found:
+def _measure(maker: Maker, counts: Mapping[str, Any]) -> _Found:
     clips: list[np.ndarray] = []
 
     def keep(prompts: list[str], seeds: list[int]) -> list[np.ndarray]:
