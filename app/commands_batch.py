@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ def batch(
     seeds: int = typer.Option(1, "--seeds", help="Clips of each job that names no seed."),
     model: str | None = typer.Option(None, "--model", help="Folder or hub id; default: the embedded tiny model."),
     device: str | None = typer.Option(None, "--device", help="cpu, cuda, cuda:1, ...; default: the best one."),
+    offload: str = typer.Option(
+        "none", "--offload", help="none, experts, model, group, or auto: the first that fits the largest job."
+    ),
     limit: int | None = typer.Option(None, "--limit", help="Make at most this many clips now."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, say what would be made, and stop."),
     ray: str | None = typer.Option(None, "--ray", help="auto, or the address of a Ray cluster: one worker per GPU."),
@@ -37,6 +42,7 @@ def batch(
 ) -> None:
     """Make all clips of a job file. Exit code 3: some jobs failed or were not copied, the others are made."""
     _check_options(output, seed, seeds, limit, ray, workers)
+    _check_offload(offload)
     defaults = {
         "recipe": recipe, "size": size, "frames": frames, "steps": steps, "guidance": guidance, "fps": fps, "seed": seed
     }  # fmt: skip
@@ -47,7 +53,7 @@ def batch(
         report = _dry_report(plan)
         typer.echo(dump_json(report) if as_json else _render_dry(report), nl=not as_json)
         return
-    summary, not_copied = _run(plan, device, limit, ray, workers, copy_to)
+    summary, not_copied = _run(plan, device, offload, limit, ray, workers, copy_to)
     report = {**summary.to_dict(), "jobs": len(plan.jobs), "manifest": str(output / "manifest.jsonl")}
     if copy_to is not None:
         report |= {"copied_to": copy_to, "not_copied": not_copied}
@@ -72,6 +78,13 @@ def _check_options(
         raise ValueError(f"workers: got {workers!r} without --ray; must come with it")
     if output.exists() and not output.is_dir():
         raise NotADirectoryError(f"output: got {str(output)!r}; must be a folder, and this is a file")
+
+
+def _check_offload(offload: str) -> None:
+    from ..core.config import require
+    from ..pipelines.offload import MODES
+
+    require(offload in MODES, "offload", offload, f"one of {', '.join(MODES)}")
 
 
 def _plan(jobs_file: Path, output: Path, defaults: dict[str, Any], seeds: int, model: str | None) -> _Plan:
@@ -117,8 +130,9 @@ def _recipe_names(jobs: Sequence[Any], resolve: Any) -> list[str]:
 
 
 def _run(
-    plan: _Plan, device: str | None, limit: int | None, ray: str | None, workers: int | None, copy_to: str | None
-) -> tuple[Any, dict[str, str]]:
+    plan: _Plan, device: str | None, offload: str, limit: int | None, ray: str | None, workers: int | None,
+    copy_to: str | None,
+) -> tuple[Any, dict[str, str]]:  # fmt: skip
     """The summary, and what could not be copied, with the reasons."""
     from .remote_copy import CopyingObserver, RemoteCopy
 
@@ -129,15 +143,25 @@ def _run(
         copying = None if remote is None else CopyingObserver(reporter, remote, plan.folder)
         observer = copying or reporter
         if ray is not None:
+            from .engine import loaded_engine
             from .ray_batch import run_on_ray
 
-            summary = run_on_ray(plan.jobs, plan.folder, plan.model, ray, observer, workers=workers, limit=limit)
+            make = None if offload == "none" else partial(loaded_engine, offload=offload, size=_largest(plan.jobs))
+            summary = run_on_ray(
+                plan.jobs, plan.folder, plan.model, ray, observer, workers=workers, limit=limit, make_runner=make
+            )
         else:
-            summary = _run_here(plan, device, limit, observer)
+            summary = _run_here(plan, device, offload, limit, observer)
         return summary, {} if copying is None else copying.finish(plan.jobs)
 
 
-def _run_here(plan: _Plan, device: str | None, limit: int | None, observer: Any) -> Any:
+def _largest(jobs: Sequence[Any]) -> tuple[int, int, int]:
+    """Width, height and frames of the job with the most pixels."""
+    sizes = [(job.request.width, job.request.height, job.request.num_frames) for job in jobs]
+    return max(sizes, key=math.prod)
+
+
+def _run_here(plan: _Plan, device: str | None, offload: str, limit: int | None, observer: Any) -> Any:
     from ..core.devices import pick_device
     from .batch import run_batch
     from .engine import Engine
@@ -146,8 +170,11 @@ def _run_here(plan: _Plan, device: str | None, limit: int | None, observer: Any)
 
     def load() -> Engine:
         typer.echo(f"loading {plan.model} on {chosen}", err=True)
-        engine = Engine(plan.model, chosen)
+        engine = Engine(plan.model, chosen, None, offload, _largest(plan.jobs))
         engine.load()
+        seconds = getattr(engine, "load_seconds", None)
+        if seconds is not None:
+            typer.echo(f"loaded in {duration(seconds)}", err=True)
         return engine
 
     return run_batch(plan.jobs, plan.folder, load, observer, limit=limit)

@@ -23,13 +23,17 @@ def convert(
     backend: str = typer.Option("auto", "--backend", help="That the recipe names for sparse attention."),
     dtype: str = typer.Option("keep", "--dtype", help="keep, bfloat16, float16 or float32, of the backbone."),
     drop_gate: bool = typer.Option(False, "--drop-gate", help="Leave FastVideo's gate out, which nothing here runs."),
+    quantize: str = typer.Option("none", "--quantize", help="fp8 or int8: store the products of the blocks so."),
     shard: float = typer.Option(5.0, "--shard", help="Largest file to write, in GiB."),
     reverse: bool = typer.Option(False, "--reverse", help="From a folder back to a file with Wan's names."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON on stdout."),
 ) -> None:
     """Convert a checkpoint, tensor by tensor; nothing is left behind where something does not fit."""
     if reverse:
-        _refuse_forward_options(base=base, low=low, sparsity=sparsity, steps=steps)
+        changed = {"backend": (backend, "auto"), "dtype": (dtype, "keep"), "drop_gate": (drop_gate, False),
+                   "quantize": (quantize, "none"), "shard": (shard, 5.0)}  # fmt: skip
+        given = {name: value for name, (value, default) in changed.items() if value != default}
+        _refuse_forward_options(base=base, low=low, sparsity=sparsity, steps=steps, **given)
         _reverse(source, to, format, as_json)
         return
     from ..core.config import require
@@ -38,7 +42,7 @@ def convert(
     require(shard > 0, "shard", shard, "more than 0")
     report = convert_checkpoint(
         source, to, low=low, base=base, format=format, sparsity=sparsity, steps=steps, backend=backend, dtype=dtype,
-        drop_gate=drop_gate, max_shard_bytes=int(shard * 2**30),
+        drop_gate=drop_gate, quantize=quantize, max_shard_bytes=int(shard * 2**30),
     )  # fmt: skip
     typer.echo(dump_json(report.to_dict()) if as_json else _render(report), nl=not as_json)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -59,12 +60,13 @@ def generate(
     _check_numbers(given)
 
     job = _prepare(given, recipe, model, lora, offload, device, output, from_sidecar, allow_untrained)
-    result, paths, recipe_table = _run(job, output)
+    result, paths, recipe_table, load_seconds = _run(job, output)
     report = {
         "video": str(paths["video"]),
         "sheet": str(paths["sheet"]),
         "sidecar": str(paths["sidecar"]),
         "seed": result.request.seed,
+        "load_seconds": load_seconds,
         "stages": read_sidecar(paths["sidecar"])["stages"],  # with the saving, which the result cannot know
         "report": result.report,
         "loras": list(result.loras),
@@ -188,8 +190,9 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     return data
 
 
-def _run(job: _Job, output: Path) -> tuple[Any, dict[str, Path], str]:
-    """Load, generate with a progress bar on stderr, and write the three files; also the recipe's table."""
+def _run(job: _Job, output: Path) -> tuple[Any, dict[str, Path], str, float]:
+    """Load, generate with a progress bar on stderr, and write the three files; also the recipe's table, and the seconds
+    that loading took."""
     from ..pipelines import loading
     from ..pipelines.acceleration import current_report
     from ..pipelines.generation import generate as generate_clip
@@ -200,6 +203,7 @@ def _run(job: _Job, output: Path) -> tuple[Any, dict[str, Path], str]:
     typer.echo(f"loading {job.model} on {job.device}", err=True)
     with_image = job.request.image is not None
     quiet_loading(job.model)
+    start = time.perf_counter()
     pipe = loading.load(
         job.model,
         device=job.device,
@@ -215,12 +219,13 @@ def _run(job: _Job, output: Path) -> tuple[Any, dict[str, Path], str]:
         loaded = load_lora(pipe, choice)
         for note in loaded.notes:
             warnings.warn(f"lora {loaded.name}: {note}", stacklevel=2)
+    load_seconds = time.perf_counter() - start
     pipe.set_progress_bar_config(disable=True)  # ours shows the same on every pipeline
     with StepProgress() as progress:
         result = generate_clip(pipe, job.request, on_step=progress.on_step)
     # --from-sidecar loads the same model again.
     paths = write_result(result, output, extra={"model": job.model, "allow_untrained": job.allow_untrained})
-    return result, paths, str(current_report(pipe) or "no recipe: the model as it is")
+    return result, paths, str(current_report(pipe) or "no recipe: the model as it is"), load_seconds
 
 
 def _size_of(job: _Job) -> tuple[int, int, int] | None:
@@ -281,4 +286,5 @@ def _render(report: dict[str, Any], recipe_table: str) -> str:
     for lora in report["loras"]:
         changed = ", ".join(f"{count} modules of {part}" for part, count in lora["modules"].items())
         lines.append(f"{'lora':<9}{lora['name']}, weight {lora['weight']:g}, {changed}")
-    return "\n".join([*lines, "", stage_table(report["stages"]), "", recipe_table])
+    cold = f"loading {report['load_seconds']:.2f} s before that: a process that stays pays it once"
+    return "\n".join([*lines, "", stage_table(report["stages"]), cold, "", recipe_table])

@@ -13,10 +13,14 @@ GIB = 2**30
 
 def plan(
     model: str | None = typer.Option(
-        None, "--model", help="wan2.1-t2v-1.3b, wan2.2-t2v-a14b, ..., or a diffusers folder."
+        None, "--model", help="wan2.1-t2v-1.3b, ..., a checkpoint of docs/models.md, or a diffusers folder."
     ),
-    size: str = typer.Option("832x480x81", "--size", help="WIDTHxHEIGHTxFRAMES, as in 1280x720x81."),
-    recipe: str = typer.Option("dense", "--recipe", help="A preset's name or a recipe file."),
+    size: str | None = typer.Option(
+        None, "--size", help="WIDTHxHEIGHTxFRAMES, as in 1280x720x81; default: the checkpoint's, or 832x480x81."
+    ),
+    recipe: str | None = typer.Option(
+        None, "--recipe", help="A preset's name or a recipe file; default: the checkpoint's or folder's own, or dense."
+    ),
     gpu: str | None = typer.Option(
         None, "--gpu", help="rtx5090, rtx4090, rtx3060-12, h100, ..., or a memory as in 16gb; default: the one here."
     ),
@@ -26,7 +30,10 @@ def plan(
     vae_tiling: bool = typer.Option(False, "--vae-tiling", help="Decode in tiles."),
     vae_dtype: str = typer.Option("float32", "--vae-dtype", help="float32 or bfloat16."),
     swap_experts: bool = typer.Option(False, "--swap-experts", help="Only the expert that runs is on the GPU."),
-    quantization: str | None = typer.Option(None, "--quantization", help="Mode instead of the recipe's, as in fp8."),
+    quantization: str | None = typer.Option(
+        None, "--quantization", help="Mode instead of the recipe's, as in fp8; fused."
+    ),
+    ram: float | None = typer.Option(None, "--ram", help="GiB of the machine, to be held against it as well."),
     compiled: bool = typer.Option(False, "--compiled", help="Time blocks that torch.compile has fused."),
     published: bool = typer.Option(False, "--published", help="Instead: the planner beside figures of others."),
     checkpoints: bool = typer.Option(False, "--checkpoints", help="Instead: published checkpoints on some cards."),
@@ -38,6 +45,7 @@ def plan(
         return
     from ..core.config import require
     from ..pipelines.plan import Settings, make_plan, parse_size
+    from ..pipelines.plan_checkpoints import find_checkpoint
 
     rule = "given: a name or a diffusers folder"
     require(model is not None, "model", model, rule)
@@ -47,7 +55,18 @@ def plan(
         offload=offload, text_encoder="freed" if free_text_encoder else "resident", text_bits=text_bits,  # type: ignore[arg-type]
         vae_tiling=vae_tiling, vae_dtype=vae_dtype, swap_experts=swap_experts, quantization=quantization,  # type: ignore[arg-type]
     )  # fmt: skip
-    made = make_plan(model, parse_size(size), recipe, gpu, settings, compiled=compiled)
+    entry = find_checkpoint(model)
+    own = None if entry is None else entry.recipe()
+    model, size = (model, size) if entry is None else (entry.model, size or entry.size)
+    made = make_plan(
+        model,
+        parse_size(size or "832x480x81"),
+        recipe if recipe is not None else own,
+        gpu,
+        settings,
+        compiled=compiled,
+        ram=ram,
+    )
     typer.echo(dump_json(made.to_dict()) if as_json else render(made), nl=not as_json)
 
 
@@ -80,6 +99,8 @@ def render(made: Any) -> str:
         lines.append(f"{stage.name:<10}{cells[0]:>9}{cells[1]:>13}{cells[2]:>11}{cells[3]:>10}{cells[4]:>8}")
     verdict = "fits" if made.fits else "does not fit"
     lines += ["", f"{verdict}: {made.peak_gib:.1f} GiB at most, {made.budget_gib:.1f} GiB usable"]
+    given = "" if made.ram_budget_gib is None else f", {made.ram_budget_gib:g} GiB there"
+    lines.append(f"RAM: {made.ram_gib:.1f} GiB at most{given}")
     if made.times is not None:
         parts = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in made.times.parts.items() if value)
         lines.append(f"about {made.times.step:.2f} s a step ({parts})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import importlib.util
@@ -24,6 +25,7 @@ _GENERAL_EXAMPLES = (
 def serve(
     model: str | None = typer.Option(None, "--model", help="Folder or hub id; default: the embedded tiny model."),
     device: list[str] = typer.Option([], "--device", help="cpu, cuda:0, ...; several times for several workers."),
+    offload: str = typer.Option("none", "--offload", help="none, experts, model, group, or auto: what fits first."),
     outputs: Path = typer.Option(Path("outputs/page"), "--outputs", help="Folder of the clips: the only one served."),
     host: str = typer.Option("127.0.0.1", "--host", help="Address to listen at; others than loopback need a login."),
     port: int = typer.Option(7860, "--port", help="0 takes a free one."),
@@ -49,7 +51,9 @@ def serve(
     if importlib.util.find_spec("gradio") is None:
         raise ImportError("gradio is not installed; the page needs it: pip install 'videospark[app]'")
     located = locate_model(model)
-    server = Server(located, device or [None], outputs, _limits(max_queue, max_pixels), embedded=model is None)
+    server = Server(
+        located, device or [None], outputs, _limits(max_queue, max_pixels), embedded=model is None, offload=offload
+    )
     address = server.start(host, port, login, max_upload_mb)
     typer.echo(f"{address}  (clips in {outputs}; Ctrl-C ends it)")
     try:
@@ -103,7 +107,8 @@ class Server:
         outputs: folder of the clips.
         limits: a `ServiceLimits`.
         embedded: whether it is the embedded model, whose examples are captions of its world.
-        make_engine: makes the engine for a model and a device; `Engine` by default.
+        offload: where the parts of the model lie, see `pipelines.offload.place`.
+        make_engine: makes the engine for a model and a device; an `Engine` with that offloading by default.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class Server:
         limits: Any,
         *,
         embedded: bool = False,
+        offload: str = "none",
         make_engine: Callable[[str, Any], Any] | None = None,
     ) -> None:
         from ..core.devices import pick_device
@@ -121,7 +127,7 @@ class Server:
         from .page import Page
         from .service import GenerationService
 
-        make_engine = make_engine or Engine
+        make_engine = make_engine or functools.partial(Engine, offload=offload)
         planned, own = planned_pipeline(model)
         engines = [make_engine(model, pick_device(name)) for name in devices]
         self.service = GenerationService(engines, outputs, limits, Path(model).name if Path(model).is_dir() else model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.config import ConfigError
-from ..pipelines.acceleration import accelerate, restore, state_of
+from ..core.config import ConfigError, require
+from ..pipelines.acceleration import accelerate, state_of
 from ..pipelines.generation import (
     CleanLatentsCallback,
     GenerationRequest,
@@ -25,6 +26,7 @@ from ..pipelines.generation import (
     generate,
     resolve_request,
 )
+from ..pipelines.offload import MODES, InstalledOffload, change_recipe, offload_of, place
 from ..pipelines.recipe import Recipe, resolve
 from .block_maps import BlockMapRecorder
 from .model_folder import stand_in
@@ -41,11 +43,28 @@ class Engine:
         model: a folder of the diffusers layout, or an id on the Hub.
         device: where it runs; None picks the best one.
         load: loads the pipeline, as `pipelines.loading.load` does; called by `load()` alone.
+        offload: where its parts lie while it runs, see `pipelines.offload.place`.
+        size: width, height and frames that offload "auto" plans for; None for the model's own.
+
+    Attributes:
+        load_seconds: what loading took, the recipe and its quantization included; None before.
+
+    Raises:
+        ConfigError: an unknown offloading.
     """
 
-    def __init__(self, model: str, device: Any = None, load: Callable[..., Any] | None = None) -> None:
-        self.model, self.device = model, device
+    def __init__(
+        self,
+        model: str,
+        device: Any = None,
+        load: Callable[..., Any] | None = None,
+        offload: str = "none",
+        size: tuple[int, int, int] | None = None,
+    ) -> None:
+        require(offload in MODES, "offload", offload, f"one of {', '.join(MODES)}")
+        self.model, self.device, self.offload, self.size = model, device, offload, size
         self.pipe: Any = None
+        self.load_seconds: float | None = None
         self._load = load
         self._own_recipe: Recipe | None = None
 
@@ -57,11 +76,13 @@ class Engine:
             from ..pipelines.loading import load
 
             self._load = load
-        pipe = self._load(self.model, device=self.device)
+        start = time.perf_counter()
+        settings = {} if self.offload == "none" else {"offload": self.offload, "size": self.size}
+        pipe = self._load(self.model, device=self.device, **settings)
         pipe.set_progress_bar_config(disable=True)
         state = state_of(pipe)
         self._own_recipe = state.recipe if state is not None else None
-        self.pipe = pipe
+        self.pipe, self.load_seconds = pipe, time.perf_counter() - start
 
     def run(
         self,
@@ -106,18 +127,32 @@ class Engine:
 
     def _apply(self, recipe: str | Recipe | None) -> None:
         wanted = resolve(recipe) if recipe is not None else self._own_recipe
-        state = state_of(self.pipe)
+        state, placed = state_of(self.pipe), offload_of(self.pipe)
         if (state.recipe if state is not None else None) == wanted:
             return
-        restore(self.pipe)
-        if wanted is None:
-            return
         try:
-            accelerate(self.pipe, wanted)
+            change_recipe(self.pipe, wanted)
         except BaseException:
-            if self._own_recipe is not None:
-                accelerate(self.pipe, self._own_recipe)  # a refused recipe leaves the model as it was loaded
+            self._put_back(placed)
             raise
+
+    def _put_back(self, placed: InstalledOffload | None) -> None:
+        """A refused recipe leaves the model as it was loaded."""
+        if placed is None or offload_of(self.pipe) is not None:
+            change_recipe(self.pipe, self._own_recipe)
+            return
+        if self._own_recipe is not None:
+            accelerate(self.pipe, self._own_recipe, device=placed.device)
+        place(self.pipe, placed.asked, placed.device, size=placed.size)
+
+
+def loaded_engine(
+    model: str, *, device: Any = None, offload: str = "none", size: tuple[int, int, int] | None = None
+) -> Engine:
+    """An engine whose model is loaded; for workers of other processes too."""
+    engine = Engine(model, device, None, offload, size)
+    engine.load()
+    return engine
 
 
 def resolve_for(pipe: Any, request: GenerationRequest, recipe: Recipe) -> GenerationRequest:

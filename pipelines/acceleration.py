@@ -22,7 +22,7 @@ from .recipe import Recipe, resolve
 from .scheduling_few_step import FewStepScheduler
 
 EXPERTS = ("transformer", "transformer_2")
-_STATE = "_videospark_acceleration"
+_STATE, _BRANCHES = "_videospark_acceleration", "_videospark_branches"
 
 
 @dataclass
@@ -114,6 +114,16 @@ def attach_state(pipe: Any, state: AccelerationState | None) -> None:
     object.__setattr__(pipe, _STATE, state)
 
 
+def attach_branches(pipe: Any, branches: Mapping[str, dict[str, torch.Tensor]] | None) -> None:
+    """Keep the linear branches that came with the weights, so that every later recipe runs them and no random ones."""
+    object.__setattr__(pipe, _BRANCHES, branches)
+
+
+def branches_of(pipe: Any) -> Mapping[str, dict[str, torch.Tensor]] | None:
+    """The tensors that `attach_branches` kept, by denoiser; None where none came with the weights."""
+    return pipe.__dict__.get(_BRANCHES)
+
+
 def accelerate(
     pipe: Any,
     recipe: Recipe | str | Path | Mapping[str, Any],
@@ -134,8 +144,9 @@ def accelerate(
         allow_untrained: apply a recipe that needs trained weights to a checkpoint that does not declare them; this
             warns, and the report notes it.
         hot_channels: by denoiser, what `find_hot_channels` found; for recipes with `quantization.hot_channels`.
-        branch_state: by denoiser, the tensors of a linear branch, as `InstalledAttention.branch_state` gives them; new
-            ones where it is left out.
+        branch_state: by denoiser, the tensors of a linear branch, as `InstalledAttention.branch_state` gives them; left
+            out, those that were loaded with the weights, and new ones where there are none (`branch_weights` in the
+            report says which).
         device: where it will run, if not where the weights are now: a pipeline that is to be offloaded is accelerated
             in the memory of the CPU.
 
@@ -153,6 +164,8 @@ def accelerate(
     if not experts:
         raise ConfigError(f"pipeline: got {type(pipe).__name__} without a transformer; must be a Wan pipeline")
     _check_boundary(pipe, recipe)
+    if branch_state is None and recipe.attention.branch != "none":
+        branch_state = pipe.__dict__.get(_BRANCHES)
     unknown = sorted(set(hot_channels or {}) - set(experts))
     require(not unknown, "hot_channels", unknown, f"by denoiser: {', '.join(experts)}")
     foreign = sorted(set(branch_state or {}) ^ set(experts)) if branch_state is not None else []

@@ -113,9 +113,14 @@ def install_compilation(transformer: Any, mode: str) -> InstalledCompilation:
 
 def text_line(name: str, report: dict[str, Any]) -> str:
     """The report in one line."""
-    extra = report["first_clip_extra_seconds"]
-    cost = "not measured yet" if extra is None else f"{extra:.1f} s"
-    return f"{name}: {report['blocks']} blocks compiled ({report['mode']}), {report['graphs']} graphs, cost {cost}"
+    extra, first, usual = (
+        report[name] for name in ("first_clip_extra_seconds", "first_forward_seconds", "forward_seconds")
+    )
+    cost = "not measured yet"
+    if extra is not None:
+        cost = f"first pass {first:.2f} s (cold), later ones {usual:.2f} s (warm), compiling {extra:.1f} s in all"
+    cached = f", {report['cached_graphs']} of them from the cache" if report["cached_graphs"] else ""
+    return f"{name}: {report['blocks']} blocks compiled ({report['mode']}), {report['graphs']} graphs{cached}; {cost}"
 
 
 def _now(module: Any) -> float:

@@ -20,14 +20,16 @@ from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save_file as save_tensors
 
 from ..core.config import ConfigError, require, save_file
-from .acceleration import EXPERTS, accelerate, attach_state, state_of
+from ..quantization.loading import QUANTIZED_FILE, load_quantized_transformer
+from .acceleration import EXPERTS, accelerate, attach_branches, attach_state, branches_of, state_of
 from .offload import MODES, place
-from .recipe import Recipe, resolve
+from .recipe import RECIPE_FILE, Recipe, resolve
 from .video_io import write_atomically
 
-RECIPE_FILE = "videospark_recipe.json"
 DEFAULTS_FILE = "videospark_defaults.json"
 BRANCH_FILE = "videospark_branch.safetensors"
+_ANY_DEVICE = ("auto", "int_mm", "reference")
+"""Engines that quantize on one device and multiply on another."""
 DEFAULT_KEYS = (
     "height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale", "max_sequence_length",
     "provides",
@@ -58,8 +60,12 @@ def load(
             device at once.
         size: width, height and frames that "auto" plans for.
 
+    Weights that are quantized are never on the device in 16 bits as a whole: they are quantized in RAM, and with
+    originals "drop", or where they are stored in eight bits, read and quantized block by block.
+
     Raises:
-        ConfigError: no such folder, not a Wan pipeline, broken files, or an offloading that it cannot have.
+        ConfigError: no such folder, not a Wan pipeline, broken files, an offloading that it cannot have, or a recipe
+            with a linear branch whose tensors did not come with the weights (unless `allow_untrained`).
     """
     from ..core.devices import default_dtype, pick_device
 
@@ -70,26 +76,74 @@ def load(
     looks_local = isinstance(path_or_id, Path) or folder.is_absolute() or len(folder.parts) != 2 or folder.exists()
     if looks_local and not (folder / "model_index.json").is_file():
         raise ConfigError(f"model: got {str(path_or_id)!r}; must be a folder with a model_index.json, or a Hub id")
-    pipe = DiffusionPipeline.from_pretrained(str(path_or_id), dtype={"default": dtype, "vae": torch.float32})
+    chosen = recipe if recipe is not None else _side_file(path_or_id, RECIPE_FILE)
+    applied = None if chosen is None else resolve(chosen)
+    pipe = _read_pipeline(path_or_id, dtype, applied, target if offload == "none" else torch.device("cpu"))
+    # What is quantized is whole in 16 bits in RAM alone: the card may have no room for that.
+    in_ram = offload != "none" or (applied is not None and applied.quantization.engine in _ANY_DEVICE
+                                   and applied.quantization.mode != "none")  # fmt: skip
+    if not in_ram:
+        pipe.to(target)
+    pipe.videospark_defaults = read_defaults(_side_file(path_or_id, DEFAULTS_FILE))
+    if image_to_video:
+        pipe = as_image_to_video(pipe)
+    attach_branches(pipe, _read_branches(path_or_id, pipe))
+    if applied is not None:
+        _check_branches(pipe, applied, allow_untrained)
+        accelerate(pipe, applied, allow_untrained=allow_untrained, device=target)
+    if offload != "none":
+        place(pipe, offload, target, size=size)
+    elif in_ram:
+        pipe.to(target)
+    return pipe
+
+
+def _read_pipeline(path_or_id: str | Path, dtype: torch.dtype, recipe: Recipe | None, device: torch.device) -> Any:
+    """The pipeline in RAM; denoisers that are in eight bits for good are read by block, straight to the device."""
+    place, parts = str(path_or_id), {}
+    for name in _eight_bit_denoisers(path_or_id, recipe):
+        assert recipe is not None
+        place = place if Path(place).is_dir() else str(DiffusionPipeline.download(place))
+        folder = Path(place) / name
+        parts[name], _ = load_quantized_transformer(folder, recipe.quantization, device=device, dtype=dtype)
+    # The base class would load denoisers that it is given once more: only their own class knows them as optional.
+    kind = _pipeline_class(place) if parts else DiffusionPipeline
+    pipe = kind.from_pretrained(place, dtype={"default": dtype, "vae": torch.float32}, **parts)
     require(
         isinstance(pipe, (WanPipeline, WanImageToVideoPipeline)),
         "model",
         type(pipe).__name__,
         "a WanPipeline or a WanImageToVideoPipeline",
     )
-    if offload == "none":
-        pipe.to(target)
-    pipe.videospark_defaults = read_defaults(_side_file(path_or_id, DEFAULTS_FILE))
-    if image_to_video:
-        pipe = as_image_to_video(pipe)
-    chosen = recipe if recipe is not None else _side_file(path_or_id, RECIPE_FILE)
-    if chosen is not None:
-        applied = resolve(chosen)
-        branches = None if applied.attention.branch == "none" else _read_branches(path_or_id, pipe)
-        accelerate(pipe, applied, branch_state=branches, allow_untrained=allow_untrained, device=target)
-    if offload != "none":
-        place(pipe, offload, target, size=size)
     return pipe
+
+
+def _pipeline_class(folder: str) -> Any:
+    name = json.loads((Path(folder) / "model_index.json").read_text(encoding="utf-8")).get("_class_name")
+    known = {one.__name__: one for one in (WanPipeline, WanImageToVideoPipeline)}
+    require(name in known, "model", name, f"a {' or a '.join(known)}")
+    return known[name]
+
+
+def _eight_bit_denoisers(path_or_id: str | Path, recipe: Recipe | None) -> list[str]:
+    """Denoisers whose 16-bit weights are never wanted: stored in eight bits, or quantized with originals "drop"."""
+    config = None if recipe is None else recipe.quantization
+    names = [name for name in EXPERTS if _side_file(path_or_id, f"{name}/config.json") is not None]
+    stored = [name for name in names if (Path(path_or_id) / name / QUANTIZED_FILE).is_file()]
+    if config is None or config.mode == "none":
+        rule = "given: the model is stored in eight bits, and runs by a recipe with the quantization that made it"
+        require(not stored, "recipe", None if recipe is None else recipe.name, rule)
+        return []
+    drops = config.originals == "drop" and config.engine in _ANY_DEVICE and config.hot_channels == 0
+    return names if drops else stored
+
+
+def _check_branches(pipe: Any, recipe: Recipe, allow_untrained: bool) -> None:
+    """A branch whose tensors did not come with the weights would be a random one."""
+    lacking = recipe.attention.branch != "none" and branches_of(pipe) is None
+    rule = (f"one without a branch, or for a model that comes with {BRANCH_FILE} (`videospark convert`, `videospark "
+            "calibrate --save-model`); allow_untrained starts a new branch")  # fmt: skip
+    require(not lacking or allow_untrained, "recipe.attention.branch", recipe.attention.branch, rule)
 
 
 def save(pipe: Any, folder: str | Path) -> Path:
@@ -182,6 +236,7 @@ def _sibling(pipe: Any, target: type, wish: str) -> Any:
         sibling.set_progress_bar_config(**pipe._progress_bar_config)
     # Shared modules carry the same hooks, so the sibling is accelerated exactly when the original is.
     attach_state(sibling, state_of(pipe))
+    attach_branches(sibling, branches_of(pipe))
     # The hooks ask the original, weakly referenced, for the step: it has to live as long as its sibling.
     object.__setattr__(sibling, "_videospark_origin", pipe)
     return sibling

@@ -19,6 +19,7 @@ from .prompt_cache import PromptCache, fingerprint, prompt_key
 from .weight_files import WeightFiles, folder_of
 
 TEXT_ENCODER_MODES = ("keep", "int8", "free_after_encoding")
+VAE_DTYPES = ("keep", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class MemoryConfig:
             prompt that is not in the cache, which changes nothing but the time.
         vae_slicing: decode several clips one by one; a single clip gains nothing.
         vae_tiling: decode videos of more than 256 pixels a side in overlapping tiles; blending them changes pixels.
+        vae_dtype: "keep", which after loading is float32; "bfloat16" halves what decoding takes and changes pixels by
+            rounding.
         prompt_cache: folder for prompt embeddings; None for none.
 
     Raises:
@@ -41,10 +44,13 @@ class MemoryConfig:
     vae_slicing: bool = False
     vae_tiling: bool = False
     prompt_cache: str | None = None
+    vae_dtype: Literal["keep", "bfloat16"] = "keep"
 
     def __post_init__(self) -> None:
         modes = TEXT_ENCODER_MODES
         require(self.text_encoder in modes, "text_encoder", self.text_encoder, f"one of {', '.join(modes)}")
+        dtypes = VAE_DTYPES
+        require(self.vae_dtype in dtypes, "vae_dtype", self.vae_dtype, f"one of {', '.join(dtypes)}")
         named = self.prompt_cache is None or bool(self.prompt_cache.strip())
         require(named, "prompt_cache", self.prompt_cache, "a folder, or left out")
 
@@ -63,6 +69,7 @@ class InstalledMemory:
         self.notes: list[str] = []
         self._text_encoder, self._vae = text_encoder, vae
         self._vae_before = (vae.use_slicing, vae.use_tiling) if vae is not None else None
+        self._vae_weights: dict[str, torch.Tensor] = {}
         self._bytes_before = module_bytes(text_encoder) if text_encoder is not None else 0
         self._bytes_after: int | None = None
         self._files: WeightFiles | None = None
@@ -86,6 +93,8 @@ class InstalledMemory:
         if vae is not None:
             vae.use_slicing = vae.use_slicing or config.vae_slicing
             vae.use_tiling = vae.use_tiling or config.vae_tiling
+            if config.vae_dtype == "bfloat16":
+                self._narrow_vae()
         if config.vae_slicing:
             self.notes.append("vae_slicing: helps where several clips are decoded at once; a single one gains nothing")
 
@@ -127,6 +136,7 @@ class InstalledMemory:
     def whole(self) -> Iterator[None]:
         """The text encoder as its own class knows it, for saving."""
         with ExitStack() as stack:
+            stack.enter_context(self._wide_vae())
             freed = self._files is not None and self._files.freed
             if self._files is not None:
                 self._files.load()
@@ -146,6 +156,8 @@ class InstalledMemory:
         """
         if self._vae is not None and self._vae_before is not None:
             self._vae.use_slicing, self._vae.use_tiling = self._vae_before
+            self._put_vae(self._vae_weights)
+            self._vae_weights = {}
         if self._files is not None:
             self._files.load()
         for handle in self._handles:
@@ -159,8 +171,9 @@ class InstalledMemory:
         """What is saved, in measured bytes.
 
         text_encoder: mode, bytes_before, bytes_after (while the denoiser runs; None before the first clip),
-        bytes_waiting (originals in the memory of the CPU), weights_from. vae: slicing, tiling, and of the latest clip
-        decode, the resident bytes before and at the peak. prompt_cache: see `PromptCache.report`; None without one.
+        bytes_waiting (originals in the memory of the CPU), weights_from. vae: slicing, tiling, dtype, bytes_waiting,
+        and of the latest clip decode, the resident bytes before and at the peak. prompt_cache: see
+        `PromptCache.report`; None without one.
         """
         quantized = self._quantized
         after = self._bytes_before if self.config.text_encoder == "keep" else self._bytes_after
@@ -175,11 +188,40 @@ class InstalledMemory:
             "vae": {
                 "slicing": bool(self._vae is not None and self._vae.use_slicing),
                 "tiling": bool(self._vae is not None and self._vae.use_tiling),
+                "dtype": None if self._vae is None else str(self._vae.dtype).removeprefix("torch."),
+                "bytes_waiting": sum(tensor.nbytes for tensor in self._vae_weights.values()),
                 "decode": dict(self._decode),
             },
             "prompt_cache": None if self.cache is None else self.cache.report(),
             "notes": list(self.notes),
         }
+
+    def _narrow_vae(self) -> None:
+        """The weights of the VAE in bfloat16, in the same parameters; the wide ones wait in the memory of the CPU."""
+        plain = not any(hasattr(module, "_diffusers_hook") for module in self._vae.modules())
+        require(plain, "memory.vae_dtype", self.config.vae_dtype, "'keep' with group offloading of the VAE")
+        wide = {name: p for name, p in self._vae.named_parameters() if p.dtype in (torch.float32, torch.float16)}
+        self._vae_weights = {name: parameter.data.to("cpu", copy=True) for name, parameter in wide.items()}
+        self._put_vae({name: tensor.to(torch.bfloat16) for name, tensor in self._vae_weights.items()})
+
+    def _put_vae(self, tensors: dict[str, torch.Tensor]) -> None:
+        with torch.inference_mode(False):
+            for name, tensor in tensors.items():
+                parameter = self._vae.get_parameter(name)
+                parameter.data = tensor.to(parameter.device, copy=True)
+
+    @contextmanager
+    def _wide_vae(self) -> Iterator[None]:
+        """The VAE's own numbers for the length of a `with` block."""
+        if not self._vae_weights:
+            yield
+            return
+        narrow = {name: self._vae.get_parameter(name).data for name in self._vae_weights}
+        self._put_vae(self._vae_weights)
+        try:
+            yield
+        finally:
+            self._put_vae(narrow)
 
     def _prepare_freeing(self) -> None:
         encoder = self._text_encoder
@@ -242,6 +284,7 @@ def install_memory(pipe: Any, config: MemoryConfig) -> InstalledMemory | None:
         ("memory.prompt_cache", encoder, config.prompt_cache is not None),
         ("memory.vae_slicing", vae, config.vae_slicing),
         ("memory.vae_tiling", vae, config.vae_tiling),
+        ("memory.vae_dtype", vae, config.vae_dtype != "keep"),
     ):
         require(part is not None or not value, name, value, "left out where the pipeline has no such part")
     installed = InstalledMemory(config, encoder, vae)
@@ -261,6 +304,7 @@ def text_line(report: dict[str, Any]) -> str:
     text = f"text encoder: {encoder['mode']}, {encoder['bytes_before'] / 2**20:.1f} MiB -> {now}"
     vae = [name for name in ("slicing", "tiling") if report["vae"][name]]
     text += f"; VAE: {' and '.join(vae) or 'whole'}"
+    text += f" in {report['vae']['dtype']}" if report["vae"]["bytes_waiting"] else ""
     if cache is not None:
         text += f"; prompt cache: {cache['hits']} hits, {cache['misses']} misses, {cache['remade']} remade"
     return text

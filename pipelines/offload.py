@@ -47,6 +47,7 @@ class InstalledOffload:
         reason: why this mode.
         considered: by mode, the peak in GiB that was planned for it; empty where the mode was given.
         swap: of mode "experts".
+        asked, size: what `place` was called with, to do it again after another recipe.
     """
 
     mode: str
@@ -54,6 +55,8 @@ class InstalledOffload:
     reason: str
     considered: dict[str, float] = field(default_factory=dict)
     swap: ExpertSwap | None = None
+    asked: str = "auto"
+    size: tuple[int, int, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -101,7 +104,7 @@ def place(
     require(mode in MODES, "offload", mode, f"one of {', '.join(MODES)}")
     if (present := offload_of(pipe)) is not None:
         raise ConfigError(f"offload: got a pipeline that is offloaded ({present.mode}); must be taken back first")
-    reason = "as asked for"
+    asked, reason = mode, "as asked for"
     considered: dict[str, float] = {}
     if mode == "auto":
         mode, reason, considered = choose(pipe, target, size=size, recipe=recipe, card=card)
@@ -120,7 +123,7 @@ def place(
         for name, part in pipe.components.items():
             if isinstance(part, nn.Module) and name not in experts:
                 part.to(target)
-    installed = InstalledOffload(mode, target, reason, considered, swap)
+    installed = InstalledOffload(mode, target, reason, considered, swap, asked, size)
     object.__setattr__(pipe, _STATE, installed)
     return installed
 
@@ -145,6 +148,34 @@ def take_back(pipe: Any) -> None:
     object.__delattr__(pipe, _STATE)
 
 
+def change_recipe(pipe: Any, recipe: Recipe | None) -> None:
+    """Another recipe for a pipeline, offloaded or not; None for none.
+
+    An offloaded one is taken back first and placed anew: what a recipe adds has to move along, and "auto" may find
+    another mode for it.
+
+    Raises:
+        ConfigError: a recipe that this pipeline cannot run, or for which nothing fits. The pipeline then runs none and
+            is not offloaded.
+    """
+    from .acceleration import accelerate, restore
+
+    installed = offload_of(pipe)
+    moved = installed is not None and installed.asked != "none"
+    if moved:
+        take_back(pipe)
+    restore(pipe)
+    if recipe is not None:
+        accelerate(pipe, recipe, device=installed.device if installed is not None else None)
+    if installed is None or not moved:
+        return
+    try:
+        place(pipe, installed.asked, installed.device, size=installed.size, recipe=recipe)
+    except BaseException:
+        restore(pipe)
+        raise
+
+
 def choose(
     pipe: Any,
     device: torch.device,
@@ -167,6 +198,8 @@ def choose(
     for mode in ("none", "experts", "model", "group"):
         if mode == "experts" and (shape.experts != 2 or recipe.compile != "none"):
             continue
+        if mode in ("model", "group") and recipe.compile in GRAPH_MODES:
+            continue  # CUDA graphs remember where weights were
         peak, parked = planned_peak(pipe, shape, clip, recipe, mode)
         peaks[mode] = round(peak, 2)
         if peak <= budget and (ram is None or mode == "none" or parked <= ram):
@@ -238,11 +271,14 @@ def _card_of(device: torch.device) -> Card:
 
 
 def _available_ram_gib() -> float | None:
+    """What this process holds of RAM already, weights included, and what it can still get; None where nobody knows."""
     try:
         import psutil  # comes with accelerate
     except ImportError:
         return None
-    return float(psutil.virtual_memory().available) / GIB
+    held = psutil.Process().memory_info()
+    own = held.rss - getattr(held, "shared", 0)  # pages of mapped files can be dropped, and count as available
+    return float(psutil.virtual_memory().available + own) / GIB
 
 
 def _group(pipe: Any, device: torch.device) -> None:

@@ -8,7 +8,7 @@ prints; loading, compiling and the text encoder are not in it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from .plan_cards import (
     find_card,
 )
 from .plan_memory import GIB, Clip, Settings, Stage, stages, transformer_bytes
-from .plan_models import VAES, ModelShape, find_shape, operations, runs_sparse
-from .recipe import Recipe, resolve
+from .plan_models import MODELS, VAES, ModelShape, find_shape, operations, runs_sparse
+from .recipe import RECIPE_FILE, Recipe, resolve
 
 EAGER_BYTES, FUSED_BYTES, BRANCH_BYTES, PER_TOKEN_BYTES = 253.0, 45.0, 14.0, 132.0
 """Bytes moved per token and channel of a block by all that is no product: as diffusers runs it, fused or compiled, and
@@ -73,6 +73,7 @@ class Plan:
         tokens: of the clip.
         stages: memory of each.
         budget_gib: of the card, less what other software and gaps take.
+        ram_budget_gib: of the machine, None where it was not given.
         fits: whether every stage stays within.
         times: None where the peaks of the card are not known.
         options: other settings, the least change first; empty where these fit.
@@ -87,6 +88,7 @@ class Plan:
     tokens: int
     stages: list[Stage]
     budget_gib: float
+    ram_budget_gib: float | None
     fits: bool
     times: Times | None
     options: list[Option] = field(default_factory=list)
@@ -117,7 +119,8 @@ class Plan:
         return {
             "model": self.model.name, "gpu": self.card.name, "size": asdict(self.clip), "recipe": self.recipe.name,
             "settings": asdict(self.settings), "tokens": self.tokens, "stages_gib": gib,
-            "peak_gib": self.peak_gib, "ram_gib": self.ram_gib, "budget_gib": self.budget_gib, "fits": self.fits,
+            "peak_gib": self.peak_gib, "ram_gib": self.ram_gib, "budget_gib": self.budget_gib,
+            "ram_budget_gib": self.ram_budget_gib, "fits": self.fits,
             "seconds": None if self.times is None else asdict(self.times),
             "options": [asdict(option) for option in self.options], "assumptions": list(self.assumptions),
         }  # fmt: skip
@@ -126,27 +129,31 @@ class Plan:
 def make_plan(
     model: str,
     size: tuple[int, int, int],
-    recipe: Recipe | str | Path | Mapping[str, Any] = "dense",
+    recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
     gpu: str | None = None,
     settings: Settings | None = None,
     *,
     compiled: bool = False,
+    ram: float | None = None,
 ) -> Plan:
     """Plan one clip.
 
     Args:
         model: a name of `plan_models.MODELS`, or a diffusers folder.
         size: width, height, frames.
-        recipe: what accelerates it.
+        recipe: what accelerates it; None for that of the folder, as loading does, or "dense".
         gpu: a name of `plan_cards.CARDS`, "16gb" for a memory alone, None for the one in this machine.
-        settings: how memory is saved; None for not at all.
+        settings: how memory is saved, beside what the recipe's memory section says.
         compiled: whether the blocks are compiled, which fuses what is no product; a recipe that compiles says so too.
+        ram: GiB of the machine, which the plan is held against as well; None for not.
 
     Raises:
         ConfigError: an unknown model, card or recipe, or a size that the model cannot make.
     """
-    shape, card, plan_recipe = find_shape(model), find_card(gpu), resolve(recipe)
-    settings = settings or Settings()
+    shape, card = find_shape(model), find_card(gpu)
+    plan_recipe = resolve(recipe if recipe is not None else _own_recipe(model))
+    require(ram is None or ram > 0, "ram", ram, "more than 0 GiB")
+    settings = (settings or Settings()).with_memory(plan_recipe.memory)
     compiled = compiled or plan_recipe.compile != "none"
     clip = _checked_clip(shape, size)
     if settings.swap_experts:
@@ -160,13 +167,26 @@ def make_plan(
     tokens = shape.tokens(clip.height, clip.width, clip.frames)
     made = _stages(shape, clip, plan_recipe, settings)
     budget = budget_gib(card)
-    fits = max(stage.gpu_peak for stage in made) / GIB <= budget
+    room = (budget, ram)
+    fits = _fits(made, room)
     times = estimate_times(shape, card, clip, plan_recipe, settings, compiled=compiled)
-    options = [] if fits else list(_options(shape, card, clip, plan_recipe, budget, compiled))
+    options = [] if fits else list(_options(shape, card, clip, plan_recipe, room, compiled))
     return Plan(
-        shape, card, clip, plan_recipe, settings, tokens, made, budget, fits, times, options,
+        shape, card, clip, plan_recipe, settings, tokens, made, budget, ram, fits, times, options,
         _assumptions(card, plan_recipe, settings, times, compiled),
     )  # fmt: skip
+
+
+def _own_recipe(model: str) -> Path | str:
+    file = Path(model) / RECIPE_FILE
+    return file if model not in MODELS and file.is_file() else "dense"
+
+
+def _fits(made: list[Stage], room: tuple[float, float | None]) -> bool:
+    """Whether all stages stay within these GiB of card and RAM."""
+    budget, ram = room
+    on_card = max(stage.gpu_peak for stage in made) / GIB <= budget
+    return on_card and (ram is None or max(stage.ram for stage in made) / GIB <= ram)
 
 
 def budget_gib(card: Card) -> float:
@@ -229,38 +249,35 @@ def _passes(shape: ModelShape, recipe: Recipe) -> int:
 def _quantization(recipe: Recipe, settings: Settings) -> QuantizationConfig:
     if settings.quantization is None:
         return recipe.quantization
-    return replace(recipe.quantization, mode=settings.quantization)  # type: ignore[arg-type]
+    fused = settings.quantization != "none" and recipe.compile == "none"  # a compiled block cannot be fused
+    return QuantizationConfig(mode=settings.quantization, fused=fused, originals="drop")  # type: ignore[arg-type]
 
 
 def _stages(shape: ModelShape, clip: Clip, recipe: Recipe, settings: Settings) -> list[Stage]:
     tokens = shape.tokens(clip.height, clip.width, clip.frames)
     sparse = runs_sparse(recipe.attention, tokens, shape.head_dim)
-    return stages(shape, clip, recipe.quantization, recipe.attention, settings, sparse)
+    return stages(shape, clip, _quantization(recipe, settings), recipe.attention, settings, sparse)
 
 
 def _options(
-    shape: ModelShape, card: Card, clip: Clip, recipe: Recipe, budget: float, compiled: bool
+    shape: ModelShape, card: Card, clip: Clip, recipe: Recipe, room: tuple[float, float | None], compiled: bool
 ) -> Iterator[Option]:
     """Settings that take less and less, the least costly first."""
     modes: list[str | None] = [None]
     if recipe.quantization.mode == "none":
         modes.append("fp8" if card.fp8 or not card.bf16 else "int8")
-    swap = shape.experts == 2
+    freed, narrow, tiled = {"text_encoder": "freed"}, {"vae_dtype": "bfloat16"}, {"vae_tiling": True}
+    model, group = {"offload": "model"}, {"offload": "group"}
+    swap = {"swap_experts": shape.experts == 2}
     ladder = [
-        {"vae_tiling": True},
-        {"text_encoder": "freed"},
-        {"text_encoder": "freed", "vae_tiling": True},
-        {"text_encoder": "freed", "vae_tiling": True, "swap_experts": swap},
-        {"offload": "model"},
-        {"offload": "model", "vae_tiling": True},
-        {"offload": "model", "vae_tiling": True, "text_bits": 8},
-        {"offload": "group", "vae_tiling": True},
-        {"offload": "group", "vae_tiling": True, "vae_dtype": "bfloat16"},
+        narrow, tiled, freed, freed | narrow, freed | tiled, freed | narrow | swap, freed | narrow | tiled | swap,
+        model, model | narrow, model | tiled, model | narrow | tiled, model | narrow | tiled | {"text_bits": 8},
+        group | narrow, group | tiled, group | narrow | tiled,
     ]  # fmt: skip
     seen = set()
     for changes in ladder:
         for mode in modes:
-            settings = Settings(**changes, quantization=mode)  # type: ignore[arg-type]
+            settings = Settings(**changes, quantization=mode).with_memory(recipe.memory)  # type: ignore[arg-type]
             if settings in seen:
                 continue
             seen.add(settings)
@@ -268,7 +285,7 @@ def _options(
             peak, ram = (max(values) / GIB for values in ([s.gpu_peak for s in made], [s.ram for s in made]))
             times = estimate_times(shape, card, clip, recipe, settings, compiled=compiled)
             seconds = None if times is None else times.denoise + times.decode
-            yield Option(settings, peak, ram, peak <= budget, seconds)
+            yield Option(settings, peak, ram, _fits(made, room), seconds)
 
 
 def _checked_clip(shape: ModelShape, size: tuple[int, int, int]) -> Clip:
@@ -289,7 +306,12 @@ def _assumptions(card: Card, recipe: Recipe, settings: Settings, times: Times | 
         "attention that keeps no scores (flash, or our block-sparse kernels)",
     ]
     if quantization.mode != "none":
-        made.append("the transformer is read and quantized block by block, so that it is never whole in 16 bits")
+        how = {
+            "drop": "the transformer is read and quantized block by block, so that it is never whole in 16 bits",
+            "offload": "the transformer is quantized in RAM, where its original layers wait to be put back",
+            "keep": "the original layers stay on the card beside the eight-bit ones",
+        }
+        made.append(how[quantization.originals])
     if times is None:
         made.append(f"no times: the peaks of {card.name} are not known here")
         return made

@@ -105,6 +105,7 @@ def _card_here() -> Card:
     found = torch.cuda.get_device_properties(0)
     memory = found.total_memory / 2**30
     for pattern, name in _NAMES:
-        if re.search(pattern, found.name.lower()):
+        # Laptop cards share names with faster ones: their memory is known, and their peaks are not.
+        if re.search(pattern, found.name.lower()) and not re.search("laptop|max-q", found.name.lower()):
             return replace(CARDS[name], memory_gib=memory)
     return Card(found.name, memory, 0, 0, 0, 0)

@@ -57,7 +57,8 @@ class Checkpoint:
         """That makes a folder of it which `videospark generate --model` takes."""
         if self.kind == "diffusers":
             return f"`videospark generate --model {self.name}`"
-        extra = " --drop-gate" if self.kind == "fastvideo" else ""
+        gated = self.kind == "fastvideo" and "FullAttn" not in self.name
+        extra = " --drop-gate" if gated else ""
         base = f" --base {self.base.split('/')[1]}" if self.base else ""
         return f"`videospark convert {self.name} --to student{base}{extra}`"
 
@@ -83,6 +84,7 @@ def _native(name: str, model: str, size: str) -> Checkpoint:
 CHECKPOINTS = (
     _native("Wan2.1-T2V-1.3B", "wan2.1-t2v-1.3b", _SD),
     _native("Wan2.1-T2V-14B", "wan2.1-t2v-14b", _HD),
+    _native("Wan2.1-I2V-14B-480P", "wan2.1-i2v-14b", _SD),
     _native("Wan2.1-I2V-14B-720P", "wan2.1-i2v-14b", _HD),
     _native("Wan2.2-T2V-A14B", "wan2.2-t2v-a14b", _HD),
     _native("Wan2.2-I2V-A14B", "wan2.2-i2v-a14b", _HD),
@@ -94,15 +96,31 @@ CHECKPOINTS = (
     _spark("2.1-I2V-14B-720P-0.97Sparsity", "wan2.1-i2v-14b", _HD, "Wan2.1-I2V-14B-720P"),
     _spark("2.2-T2V-14B-480P-0.95Sparsity-High", "wan2.2-t2v-a14b", _SD, "Wan2.2-T2V-A14B"),
     _turbo("2.1-T2V-1.3B-480P", "wan2.1-t2v-1.3b", _SD, "Wan2.1-T2V-1.3B"),
+    _turbo("2.1-T2V-14B-480P", "wan2.1-t2v-14b", _SD, "Wan2.1-T2V-14B"),
     _turbo("2.1-T2V-14B-720P", "wan2.1-t2v-14b", _HD, "Wan2.1-T2V-14B"),
     _turbo("2.2-I2V-A14B-high-720P", "wan2.2-i2v-a14b", _HD, "Wan2.2-I2V-A14B"),
     Checkpoint("wan2.1_t2v_14b_lightx2v_4step.safetensors", "LightX2V", "lightx2v", "wan2.1-t2v-14b", _SD,
                "Wan-AI/Wan2.1-T2V-14B-Diffusers"),
     Checkpoint("wan2.2_t2v_A14b_high_noise_lightx2v_4step.safetensors", "LightX2V", "lightx2v", "wan2.2-t2v-a14b",
                _SD, "Wan-AI/Wan2.2-T2V-A14B-Diffusers"),
+    Checkpoint("wan2.1_i2v_480p_lightx2v_4step.safetensors", "LightX2V", "lightx2v", "wan2.1-i2v-14b", _SD,
+               "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"),
+    Checkpoint("wan2.2_i2v_A14b_high_noise_lightx2v_4step.safetensors", "LightX2V", "lightx2v", "wan2.2-i2v-a14b",
+               _SD, "Wan-AI/Wan2.2-I2V-A14B-Diffusers"),
+    Checkpoint("FastWan2.2-TI2V-5B-FullAttn-Diffusers", "FastVideo", "fastvideo", "wan2.2-ti2v-5b", _TI),
     Checkpoint("FastWan2.1-T2V-1.3B-Diffusers", "FastVideo", "fastvideo", "wan2.1-t2v-1.3b", _SD),
     Checkpoint("FastWan2.1-T2V-14B-Diffusers", "FastVideo", "fastvideo", "wan2.1-t2v-14b", _HD),
 )  # fmt: skip
+
+
+def find_checkpoint(name: str) -> Checkpoint | None:
+    """The published checkpoint of this name, with the ending of its file or without; None where none is known."""
+    return next((entry for entry in CHECKPOINTS if name in (entry.name, _short(entry.name))), None)
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".pth").removesuffix(".safetensors").removeprefix("Wan-AI/")
+
 
 RUN_BY_US: dict[str, str] = {}
 """By name of a checkpoint, where its real weights were run by us: card, date and report. None so far."""
@@ -121,26 +139,27 @@ def checkpoint_table() -> str:
 
 
 def expectation_table() -> str:
-    """Markdown: by checkpoint and card what the planner finds to fit first, its peak, and seconds of a warm clip."""
+    """Markdown: by checkpoint and card what is found to fit first, its peaks on card and in RAM, and a warm clip."""
     lines = ["| checkpoint | size | recipe | " + " | ".join(CARDS) + " |", "|---|---|---" + "|---" * len(CARDS) + "|"]
     for entry in CHECKPOINTS:
         recipe = entry.recipe()
         steps = recipe.sampler.steps or MODELS[entry.model].steps
         cells = [_expected(entry.plan(card)) for card in CARDS]
-        name = entry.name.removesuffix(".pth").removesuffix(".safetensors").removeprefix("Wan-AI/")
-        lines.append(f"| {name} | {entry.size} | {recipe.name}, {steps} steps | " + " | ".join(cells) + " |")
+        lines.append(
+            f"| {_short(entry.name)} | {entry.size} | {recipe.name}, {steps} steps | " + " | ".join(cells) + " |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def _expected(plan: Plan) -> str:
     if plan.fits:
-        words, peak, times = plan.settings.words(), plan.peak_gib, plan.times
+        words, peak, ram, times = plan.settings.words(), plan.peak_gib, plan.ram_gib, plan.times
         seconds = None if times is None else times.denoise + times.decode
     elif (option := plan.recommended) is not None:
-        words, peak, seconds = option.settings.words(), option.gpu_gib, option.seconds
+        words, peak, ram, seconds = option.settings.words(), option.gpu_gib, option.ram_gib, option.seconds
     else:
         return "does not fit"
-    return f"{words}: {peak:.1f} GiB" + ("" if seconds is None else f", {_clock(seconds)}")
+    return f"{words}: {peak:.1f} GiB, RAM {ram:.0f} GiB" + ("" if seconds is None else f", {_clock(seconds)}")
 
 
 def _clock(seconds: float) -> str:

@@ -12,7 +12,8 @@ from typing import Literal
 
 from ..attention.config import AttentionConfig
 from ..core.config import require
-from ..quantization.config import QuantizationConfig
+from ..quantization.config import MODES, QuantizationConfig
+from .memory import MemoryConfig
 from .plan_models import IMAGE_ENCODER_PARAMETERS, TEXT_ENCODER_EMBEDDING, TEXT_ENCODER_PARAMETERS, VAES, ModelShape
 
 GIB = 2**30
@@ -46,7 +47,7 @@ class Settings:
         vae_tiling: decode in tiles of 256 pixels.
         vae_dtype: "float32" or "bfloat16".
         swap_experts: of two experts only the one that runs is on the GPU.
-        quantization: mode instead of the recipe's, None for its own.
+        quantization: mode instead of the recipe's (fused, originals dropped), None for its own.
 
     Raises:
         ConfigError: a value that is not one of those.
@@ -63,11 +64,24 @@ class Settings:
     def __post_init__(self) -> None:
         choices: dict[str, tuple[object, ...]] = {
             "offload": ("none", "model", "group"), "text_encoder": ("resident", "freed"), "text_bits": (8, 16),
-            "vae_dtype": ("float32", "bfloat16"),
+            "vae_dtype": ("float32", "bfloat16"), "quantization": (None, *MODES),
         }  # fmt: skip
         for name, allowed in choices.items():
             value = getattr(self, name)
-            require(value in allowed, name, value, f"one of {', '.join(map(str, allowed))}")
+            rule = f"one of {', '.join(str(one) for one in allowed if one is not None)}"
+            require(value in allowed, name, value, rule)
+
+    def with_memory(self, memory: MemoryConfig) -> Settings:
+        """These settings and what a recipe's memory section adds; what is set here about the text encoder stays."""
+        given = (self.text_encoder, self.text_bits) != ("resident", 16)
+        freed, eight = (not given and memory.text_encoder == mode for mode in ("free_after_encoding", "int8"))
+        return replace(
+            self,
+            text_encoder="freed" if freed else self.text_encoder,
+            text_bits=8 if eight else self.text_bits,
+            vae_tiling=self.vae_tiling or memory.vae_tiling,
+            vae_dtype="bfloat16" if memory.vae_dtype == "bfloat16" else self.vae_dtype,
+        )
 
     def words(self) -> str:
         """What differs from running everything as it is."""
@@ -117,6 +131,7 @@ def transformer_bytes(shape: ModelShape, quantization: QuantizationConfig, atten
     if quantization.mode != "none":
         total -= shape.quantizable_parameters()
         total += 4.0 * (shape.quantizable_rows() if quantization.granularity == "row" else 10 * shape.layers)
+        total += 2.0 * shape.quantizable_parameters() if quantization.originals == "keep" else 0.0
     return total + 4.0 * branch_parameters(shape, attention)
 
 
@@ -196,9 +211,10 @@ def stages(
     settings: Settings,
     sparse: bool,
 ) -> list[Stage]:
-    """Memory stage by stage: load, text, image (image-to-video alone), denoise, decode."""
-    if settings.quantization is not None:
-        quantization = replace(quantization, mode=settings.quantization)  # type: ignore[arg-type]
+    """Memory stage by stage: load, text, image (image-to-video alone), denoise, decode.
+
+    `settings.quantization` is not looked at: `quantization` is what runs.
+    """
     text = TEXT_ENCODER_PARAMETERS * 2.0
     if settings.text_bits == 8:
         text = TEXT_ENCODER_EMBEDDING * 2.0 + (TEXT_ENCODER_PARAMETERS - TEXT_ENCODER_EMBEDDING)
@@ -207,6 +223,9 @@ def stages(
     expert = transformer_bytes(shape, quantization, attention)
     every = {"text": text, "image": image, "vae": vae, "experts": expert * shape.experts}
     freed = settings.text_encoder == "freed"
+    eight_bits = quantization.mode != "none"
+    waiting = 2.0 * shape.quantizable_parameters() * shape.experts if eight_bits else 0.0
+    waiting = waiting if quantization.originals == "offload" else 0.0
 
     def resident(stage: str) -> float:
         """Weights on the GPU while a stage runs."""
@@ -215,25 +234,27 @@ def stages(
             gone = freed and stage != "text"
             return (0.0 if gone else text) + image + vae + experts
         grouped = settings.offload == "group"
+        beside = vae if grouped else 0.0  # which stays on the card
         if stage == "text":
             blocks = 24 // 4  # the text encoder in groups of four blocks, and its embedding
             per_block = (text - TEXT_ENCODER_EMBEDDING * 2.0) / 24
-            return TEXT_ENCODER_EMBEDDING * 2.0 + 2 * per_block * (24 // blocks) if grouped else text
+            return beside + TEXT_ENCODER_EMBEDDING * 2.0 + 2 * per_block * (24 // blocks) if grouped else text
         if stage == "denoise":
-            return group_weights(shape, expert) if grouped else expert
+            return beside + group_weights(shape, expert) if grouped else expert
         return vae + (image if stage == "image" else 0.0)
 
     def parked(stage: str) -> float:
         """Weights in RAM while a stage runs."""
         if settings.offload != "none":
-            return PROCESS + sum(every.values()) - (text if freed and stage != "text" else 0.0)
+            return PROCESS + waiting + sum(every.values()) - (text if freed and stage != "text" else 0.0)
         swapped = expert * (shape.experts - 1) if settings.swap_experts else 0.0
-        return PROCESS + swapped
+        return PROCESS + waiting + swapped
 
     tokens = shape.tokens(clip.height, clip.width, clip.frames)
-    made = [
-        Stage("load", resident("text") if settings.offload == "none" else 0.0, 0.0, 0.0, PROCESS + sum(every.values()))
-    ]
+    reading = PROCESS + waiting + sum(every.values())
+    if settings.offload == "none" and not settings.swap_experts and eight_bits and quantization.originals == "drop":
+        reading -= every["experts"]  # block by block, straight to the card
+    made = [Stage("load", resident("text") if settings.offload == "none" else 0.0, 0.0, 0.0, reading)]
     made.append(Stage("text", resident("text"), TEXT_ACTIVATIONS, LIBRARY_WORKSPACE, parked("text")))
     if shape.image_to_video:
         work = encode_activations(shape, clip, settings)

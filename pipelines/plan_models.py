@@ -244,6 +244,7 @@ def _shape_of_folder(folder: Path) -> ModelShape:
         return data
 
     transformer, index, vae = read("transformer/config.json"), read("model_index.json"), read("vae/config.json")
+    defaults = read("videospark_defaults.json")
     strides = (vae.get("scale_factor_spatial", 8), vae.get("z_dim", 16))
     known = {(entry.spatial, entry.channels): name for name, entry in VAES.items()}
     require(strides in known, "model.vae", strides, f"of stride and channels {sorted(known)}, those that are known")
@@ -261,6 +262,8 @@ def _shape_of_folder(folder: Path) -> ModelShape:
         image_dim=transformer.get("image_dim"),
         image_to_video=in_channels > out_channels,
         per_token_time=bool(index.get("expand_timesteps")),
+        steps=int(defaults.get("num_inference_steps", 50)),
+        guidance=float(defaults.get("guidance_scale", 5.0)) > 1,
         freq_dim=transformer.get("freq_dim", 256),
         text_dim=transformer.get("text_dim", 4096),
         patch=tuple(transformer.get("patch_size", (1, 2, 2))),

@@ -16,6 +16,9 @@ from .compilation import check_compile
 from .memory import MemoryConfig
 from .scheduling_few_step import check_sigmas
 
+RECIPE_FILE = "videospark_recipe.json"
+"""Beside the weights of a model: the recipe that it was made for."""
+
 
 @dataclass(frozen=True)
 class SamplerConfig:
@@ -96,6 +99,9 @@ _SPARK_SIGMAS: dict[int, tuple[float, ...]] = {
     8: (_SPARK_START, 0.933781, 0.852895, 0.782708, 0.690833, 0.583052, 0.457197, 0.297157),
 }
 
+_LIGHTX2V_SIGMAS = (1.0, 0.9375, 2.5 / 3, 0.625)
+"""1000, 750, 500 and 250 of 1000 at shift 5; of a pair the first two are the high-noise expert's."""
+
 _SPARK22_BOUNDARY = 0.875
 _SPARK22_SIGMAS = (_SPARK_START, 0.933781, _SPARK22_BOUNDARY - 2**-24, 0.608979)
 """The knots of the Wan 2.2 student: two steps down to the boundary by the high-noise expert, two by the other.
@@ -135,6 +141,14 @@ def _presets() -> dict[str, Recipe]:
             ),
             requires="few-step",
             description="Wan 2.2: two steps with each expert, without guidance, for a distilled student.",
+        )
+    )
+    recipes.append(
+        Recipe(
+            "lightx2v-4step",
+            sampler=SamplerConfig(sigmas=_LIGHTX2V_SIGMAS, guidance_scale=1.0, guidance_scale_2=1.0),
+            requires="few-step",
+            description="Four Euler steps at shift 5 without guidance, for LightX2V's step-distilled models and LoRAs.",
         )
     )
     for mode in ("fp8", "int8"):

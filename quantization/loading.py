@@ -78,7 +78,7 @@ def save_quantized_transformer(transformer: Any, folder: str | Path) -> Path:
         for name, tensor in transformer.state_dict().items()
         if ".processor." not in name
     }
-    metadata = {"format": "pt", METADATA_KEY: json.dumps(_stored(state.config))}
+    metadata = {"format": "pt", **quantized_metadata(state.config)}
     target = folder / QUANTIZED_FILE
     partial = folder / f".{uuid.uuid4().hex}.partial"
     try:
@@ -88,6 +88,11 @@ def save_quantized_transformer(transformer: Any, folder: str | Path) -> Path:
         partial.unlink(missing_ok=True)
     transformer.save_config(folder)
     return target
+
+
+def quantized_metadata(config: QuantizationConfig) -> dict[str, str]:
+    """What the header of a file in eight bits says of the settings that it was made with."""
+    return {METADATA_KEY: json.dumps(_stored(config))}
 
 
 def load_quantized_transformer(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,13 +33,6 @@ class FrameKeepingEngine(Engine):
         frames, self._frames = self._frames, None
         assert frames is not None, "no clip was made"
         return frames
-
-
-def loader(offload: str) -> Callable[..., Any]:
-    """`pipelines.loading.load` with this offloading."""
-    from ...pipelines.loading import load
-
-    return functools.partial(load, offload=offload)
 
 
 def first_picture(images: Any) -> Image.Image | None:

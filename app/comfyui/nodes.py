@@ -7,6 +7,7 @@ the model and its recipe.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ OWN = "the model's own"
 MODEL, RECIPE = "VIDEOSPARK_MODEL", "VIDEOSPARK_RECIPE"
 PRESETS = (
     "dense", "sparse-50", "sparse-90", "tiny-sparse-50", "spark-2step", "spark-3step", "spark-4step", "spark-8step",
-    "spark22-4step", "fp8", "spark-3step-fp8", "int8", "spark-3step-int8",
+    "spark22-4step", "lightx2v-4step", "fp8", "spark-3step-fp8", "int8", "spark-3step-int8",
 )  # fmt: skip
 """Names of the built-in recipes, written down so that ComfyUI starts without importing them; a test compares."""
 OFFLOADS = ("auto", "none", "experts", "model", "group")
@@ -64,7 +65,7 @@ class LoadStudent:
         from ...core.devices import pick_device
         from ..model_folder import locate_model
         from ..service import GenerationService
-        from .frames import FrameKeepingEngine, loader
+        from .frames import FrameKeepingEngine
 
         located, where = locate_model(model.strip() or None), pick_device(device.strip() or None)
         if self._loaded is not None:
@@ -72,11 +73,13 @@ class LoadStudent:
             self._loaded = None
         if unload_comfyui_models:
             _call_comfy("comfy.model_management", "unload_all_models")
-        engine = FrameKeepingEngine(located, where, loader(offload))
+        engine = FrameKeepingEngine(located, where, offload=offload)
         name = Path(located).name if Path(located).is_dir() else located
         service = GenerationService([engine], clip_folder(), model_name=name).start()
         service.wait_until_ready()
         self._loaded = LoadedStudent(service, engine)
+        # A node that is deleted from its workflow must not keep a card full: ComfyUI only drops the object.
+        weakref.finalize(self._loaded, service.close).atexit = False
         return (self._loaded,)
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...core.config import ConfigError, require, save_file
+from ...quantization.config import QuantizationConfig
+from ...quantization.loading import QUANTIZED_FILE, quantized_metadata
 from ..loading import BRANCH_FILE, DEFAULTS_FILE, RECIPE_FILE
+from ..recipe import Recipe
 from .architecture import infer_config, read_config
 from .mapping import Mapped, check, match_names, num_widened, plan, plan_branch
 from .reader import TensorFiles
 from .sources import EXPERTS, Source, find_sources
-from .students import FORMATS, Found, Student, Wishes, detect_format, student_of
+from .students import FORMATS, Found, Student, Wishes, carried_student, detect_format, student_of
 from .writer import MAX_SHARD_BYTES, check_absent, copy_tree, whole_folder, write_safetensors, write_weights
 
 DTYPES = {"keep": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -61,6 +64,7 @@ def convert_checkpoint(
     backend: str = "auto",
     dtype: str = "keep",
     drop_gate: bool = False,
+    quantize: str = "none",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> ConversionReport:
     """Convert a checkpoint, tensor by tensor, into a folder that appears once it is complete.
@@ -77,6 +81,8 @@ def convert_checkpoint(
         backend: that the recipe names for sparse attention; "auto" takes the best of the device.
         dtype: "keep", "bfloat16", "float16" or "float32" for the backbone; branches keep their own.
         drop_gate: leave FastVideo's gate out.
+        quantize: "fp8" or "int8": the products of the blocks are written in eight bits, and the recipe runs them so. It
+            loads without being quantized again, and cannot go back to 16 bits. "none" keeps 16 bits.
         max_shard_bytes: largest file to write.
 
     Raises:
@@ -86,6 +92,10 @@ def convert_checkpoint(
     source, to = Path(source), Path(to)
     require(format in FORMATS, "format", format, f"one of {', '.join(FORMATS)}")
     require(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
+    require(quantize in ("none", "fp8", "int8"), "quantize", quantize, "none, fp8 or int8")
+    eight_bits = None
+    if quantize != "none":
+        eight_bits = QuantizationConfig(mode=quantize, fused=True, originals="drop")  # type: ignore[arg-type]
     check_absent(to)
     sources = find_sources(source, None if low is None else Path(low))
     base_folder = _check_base_folder(base, source, sources)
@@ -102,17 +112,29 @@ def convert_checkpoint(
             expected = check(part, config, kind, drop_gate=drop_gate)
         except ConfigError as error:
             raise ConfigError(f"{sources[name].files[0].name}: {error}") from None
-        configs[name], planned[name], branches[name] = config, plan(part, expected, DTYPES[dtype]), plan_branch(part)
+        configs[name], planned[name], branches[name] = (
+            config,
+            plan(part, expected, DTYPES[dtype], eight_bits),
+            plan_branch(part),
+        )
     _check_pair(configs)
     found = Found(source.name, mapped["transformer"].shapes(), len(mapped), configs["transformer"]["in_channels"])
-    student = student_of(kind, found, Wishes(sparsity, steps, backend))
+    wishes = Wishes(sparsity, steps, backend)
+    carried = carried_student(mapped["transformer"].files.metadata, wishes) if format == "auto" else None
+    student = carried or student_of(kind, found, wishes)
+    if eight_bits is not None:
+        student = _in_eight_bits(student, eight_bits)
     unused = kind == "wan" and (sparsity is not None or steps is not None)
     require(not unused, "format", kind, "a student's where sparsity or steps are given")
     with whole_folder(to) as folder:
         counts = {}
         for name, tensors in planned.items():
             (folder / name).mkdir()
-            files = write_weights(folder / name, tensors, max_shard_bytes)
+            if eight_bits is None:
+                files = write_weights(folder / name, tensors, max_shard_bytes)
+            else:
+                files = [folder / name / QUANTIZED_FILE]
+                write_safetensors(files[0], tensors, quantized_metadata(eight_bits))
             if branches[name]:
                 write_safetensors(folder / name / BRANCH_FILE, branches[name])
             _write_config(folder / name, configs[name])
@@ -127,6 +149,13 @@ def convert_checkpoint(
         _write_student(folder, student)
     recipe = None if student.recipe is None else student.recipe.name
     return ConversionReport(to, kind, counts, recipe, base_folder is not None, _notes(mapped, student, base_folder))
+
+
+def _in_eight_bits(student: Student, config: QuantizationConfig) -> Student:
+    """The recipe has to say how the weights are stored, or they would not load."""
+    recipe = student.recipe or Recipe(config.mode, description="The model as it is, stored in eight bits.")
+    require(recipe.compile == "none", "quantize", config.mode, f"none: recipe {recipe.name!r} compiles its blocks")
+    return replace(student, recipe=replace(recipe, quantization=config))
 
 
 def _kind(format: str, source: Path, mapped: dict[str, Mapped]) -> str:
@@ -192,12 +221,15 @@ def _notes(mapped: dict[str, Mapped], student: Student, base: Path | None) -> li
     notes = list(student.notes)
     for name, part in mapped.items():
         notes += [f"{name}: {note}" for note in part.notes]
-        if count := num_widened(part):
+        stored = student.recipe is not None and student.recipe.quantization.mode != "none"
+        if (count := num_widened(part)) and not stored:
             notes.append(
                 f"{name}: {count} weights were widened from eight bits; a recipe with quantization narrows them again"
             )
         if part.gates:
             notes.append(f"{name}: {len(part.gates)} tensors of the gate are left out; attention is dense")
+        if base is not None and _base_config(base, name) is None:
+            notes.append(f"{name}: the base has no {name}/config.json, so that nothing was compared with it")
     if base is None:
         notes.append("no base was given: the folder holds the transformer alone and is no pipeline yet")
     return notes

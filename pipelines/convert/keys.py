@@ -16,6 +16,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ...core.config import require
+
 _TOP = {
     "patch_embedding": "patch_embedding",
     "text_embedding.0": "condition_embedder.text_embedder.linear_1",
@@ -61,7 +63,8 @@ _BACK_BLOCK = {ours: native for native, ours in _BLOCK.items()}
 _PREFIXES = ("model.diffusion_model", "diffusion_model", "state_dict", "generator_ema", "generator", "net_ema", "net",
              "ema", "model", "module", "transformer", "_fsdp_wrapped_module")  # fmt: skip
 _EMA = ("generator_ema", "net_ema", "ema")
-_MARKERS = re.compile(r"(^|\.)(scaled_fp8|_extra_state|norm_q_img\.weight|norm_added_q\.weight)$")
+_MARKERS = re.compile(r"(^|\.)(scaled_fp8|_extra_state)$")
+_UNUSED = re.compile(r"(^|\.)(norm_q_img|norm_added_q)\.weight$")
 _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 SCALES = ("weight_scale", "scale_weight", "scale")
@@ -146,6 +149,11 @@ def is_marker(name: str) -> bool:
     return _MARKERS.search(name) is not None
 
 
+def is_unused(name: str) -> bool:
+    """Whether a tensor is in some files although no Wan model computes with it: a norm of queries for the image."""
+    return _UNUSED.search(name) is not None
+
+
 def strip_prefixes(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Take away what training code puts before the names of the model.
 
@@ -153,6 +161,9 @@ def strip_prefixes(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
 
     Returns:
         Bare name -> name in the file, and what to tell the user.
+
+    Raises:
+        ConfigError: two models, of which none or both are averages.
     """
     groups: dict[tuple[str, ...], dict[str, str]] = {}
     for name in names:
@@ -167,8 +178,12 @@ def strip_prefixes(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     averaged = [prefix for prefix in models if set(prefix) & set(_EMA)]
     if len(models) < 2 or len(averaged) != 1:
         merged: dict[str, str] = {}
+        twice: list[str] = []
         for group in groups.values():
+            twice += [name for bare, name in group.items() if bare in merged]
             merged |= group
+        rule = "one model, or one and its running average"
+        require(not twice, "source", f"{len(twice)} tensors a second time ({', '.join(twice[:3])})", rule)
         return merged, []
     taken, left = averaged[0], [prefix for prefix in groups if prefix != averaged[0]]
     count = sum(len(groups[prefix]) for prefix in left)

@@ -9,8 +9,21 @@ from typing import Any
 import torch
 
 from ...core.config import ConfigError, require
+from ...quantization.config import QuantizationConfig
+from ...quantization.convert import kept_reason
+from ...quantization.primitives import DTYPES, quantize_weight
 from .architecture import expected_shapes
-from .keys import BRANCH_MARK, ROLA, SCALES, SLA, STATIC_SCALES, any_to_diffusers, is_marker, strip_prefixes
+from .keys import (
+    BRANCH_MARK,
+    ROLA,
+    SCALES,
+    SLA,
+    STATIC_SCALES,
+    any_to_diffusers,
+    is_marker,
+    is_unused,
+    strip_prefixes,
+)
 from .reader import TensorFiles
 from .students import BRANCH_OF, GATE
 from .writer import Planned
@@ -51,13 +64,15 @@ def match_names(files: TensorFiles) -> Mapped:
     """Sort the tensors of some files by what they are."""
     bare, notes = strip_prefixes(files.entries)
     found = Mapped(files, notes=notes)
-    static = 0
+    static = unused = 0
     for name, stored in bare.items():
         module, _, leaf = name.rpartition(".")
         if is_marker(name):
             continue
         if leaf in STATIC_SCALES:
             static += 1
+        elif is_unused(name):
+            unused += 1
         elif GATE in name:
             found.gates.append(stored)
         elif leaf in SCALES and (weight := any_to_diffusers(f"{module}.weight")) is not None:
@@ -68,6 +83,8 @@ def match_names(files: TensorFiles) -> Mapped:
             _put(found.branch if BRANCH_MARK in ours else found.weights, ours, stored)
     if static:
         found.notes.append(f"{static} static scales of activations are left out: here every token has its own")
+    if unused:
+        found.notes.append(f"{unused} norms of image queries are left out: no Wan model computes with them")
     return found
 
 
@@ -97,20 +114,64 @@ def check(mapped: Mapped, config: Mapping[str, Any], kind: str, *, drop_gate: bo
     return expected
 
 
-def plan(mapped: Mapped, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> list[Planned]:
+def plan(
+    mapped: Mapped,
+    expected: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype | None,
+    quantization: QuantizationConfig | None = None,
+) -> list[Planned]:
     """The backbone as it is to be written, in the order of the model.
 
     Args:
         mapped: checked.
         expected: names and shapes.
         dtype: to convert to; None keeps each tensor's own, and widens eight bits to bfloat16.
+        quantization: whose layers are written in eight bits, a scale beside each weight; None for none.
     """
     planned = []
     for name, shape in expected.items():
         stored = mapped.files.entries[mapped.weights[name]].dtype
         target = dtype if dtype is not None else torch.bfloat16 if stored in _EIGHT_BITS else stored
-        planned.append(Planned(name, shape, target, _Maker(mapped, name, shape, target)))
+        maker = _Maker(mapped, name, shape, target)
+        if quantization is not None and _is_quantized(name, shape, quantization):
+            planned += _EightBits(maker, quantization).planned()
+        else:
+            planned.append(Planned(name, shape, target, maker))
     return planned
+
+
+def _is_quantized(name: str, shape: tuple[int, ...], config: QuantizationConfig) -> bool:
+    layer, _, leaf = name.rpartition(".")
+    if leaf != "weight" or len(shape) != 2 or not config.selects(layer):
+        return False
+    return kept_reason(config, shape[1], shape[0]) is None
+
+
+class _EightBits:
+    """A weight and its scale, computed once where the file asks for the weight; the scale comes right after it."""
+
+    def __init__(self, maker: _Maker, config: QuantizationConfig) -> None:
+        self._maker, self._config = maker, config
+        self._scale: torch.Tensor | None = None
+
+    def planned(self) -> list[Planned]:
+        """Both, in this order."""
+        name, shape = self._maker.name, self._maker.shape
+        rows = shape[0] if self._config.granularity == "row" else 1
+        number = DTYPES[self._config.number]
+        return [
+            Planned(name, shape, number, self._weight),
+            Planned(f"{name}_scale", (rows, 1), torch.float32, self._taken_scale),
+        ]
+
+    def _weight(self) -> torch.Tensor:
+        weight, self._scale = quantize_weight(self._maker(), self._config.number, self._config.granularity)
+        return weight
+
+    def _taken_scale(self) -> torch.Tensor:
+        assert self._scale is not None
+        scale, self._scale = self._scale, None
+        return scale
 
 
 def plan_branch(mapped: Mapped) -> list[Planned]:
@@ -157,10 +218,15 @@ def widen(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     scale = scale.float()
     if scale.numel() == 1:
         return weight.float() * scale.reshape(())
-    if scale.numel() == weight.shape[0]:
+    if per_row(tuple(scale.shape), weight.shape[0]):
         return weight.float() * scale.reshape(-1, *[1] * (weight.ndim - 1))
     rows = scale.repeat_interleave(_BLOCK, 0)[: weight.shape[0]]
     return weight.float() * rows.repeat_interleave(_BLOCK, 1)[:, : weight.shape[1]]
+
+
+def per_row(shape: tuple[int, ...], rows: int) -> bool:
+    """Whether scales of this shape are one for each row, and not for blocks of which there happen to be as many."""
+    return bool(shape) and shape[0] == rows and all(side == 1 for side in shape[1:])
 
 
 def some(names: list[str], limit: int = 4) -> str:
@@ -226,8 +292,8 @@ def _scale_faults(mapped: Mapped) -> list[str]:
     for name in sorted(eight & set(mapped.scales)):
         scale, weight = entries[mapped.scales[name]], entries[mapped.weights[name]]
         blocks = tuple(-(-side // _BLOCK) for side in weight.shape)
-        count = torch.Size(scale.shape).numel()
-        if count not in (1, weight.shape[0]) and scale.shape != blocks:
+        one = torch.Size(scale.shape).numel() == 1
+        if not one and not per_row(scale.shape, weight.shape[0]) and scale.shape != blocks:
             wrong.append(f"{scale.name} {list(scale.shape)}")
     if wrong:
         faults.append(f"{len(wrong)} scales that are neither one, one per row nor one per block ({some(wrong)})")

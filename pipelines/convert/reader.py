@@ -53,6 +53,10 @@ class TensorFiles:
     Args:
         paths: files; a name may be in one of them only.
 
+    Attributes:
+        entries: by name.
+        metadata: texts in the headers of safetensors files.
+
     Raises:
         ConfigError: another kind of file, a broken one, or a name that two files have.
         FileNotFoundError: no such file.
@@ -60,6 +64,7 @@ class TensorFiles:
 
     def __init__(self, paths: list[Path]) -> None:
         self.entries: dict[str, Entry] = {}
+        self.metadata: dict[str, str] = {}
         self._open: dict[Path, Any] = {}
         self._bytes_read = 0
         for path in paths:
@@ -69,6 +74,7 @@ class TensorFiles:
                 twice = self.entries.get(entry.name)
                 require(twice is None, f"{path.name}.{entry.name}", "a second one", "in one of the files only")
                 self.entries[entry.name] = entry
+            self.metadata |= _metadata(path)
         self.close()
 
     def read(self, name: str) -> torch.Tensor:
@@ -117,6 +123,10 @@ def find_files(source: Path) -> list[Path]:
         hint = f"; name one of these files: {', '.join(others)}" if others else ""
         raise ConfigError(f"source: got {str(source)!r}, which holds no .safetensors file; must hold the weights{hint}")
     return files
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    return {} if path.suffix not in SAFETENSORS else dict(_open(path).metadata() or {})
 
 
 def _entries(path: Path) -> Iterator[Entry]:

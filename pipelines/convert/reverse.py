@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 
 from ...core.config import ConfigError, require
-from ..loading import BRANCH_FILE
+from ...quantization.loading import QUANTIZED_FILE
+from ..loading import BRANCH_FILE, DEFAULTS_FILE, RECIPE_FILE
 from .keys import BRANCH_MARK, tensor_to_native
 from .mapping import some
 from .reader import TensorFiles, find_files
 from .sources import EXPERTS
-from .students import FORMATS
+from .students import DEFAULTS_KEY, FORMATS, RECIPE_KEY
 from .writer import Planned, check_absent, write_safetensors
 
 _FLAT_PATCH = ("spark", "turbodiffusion")
@@ -26,6 +27,8 @@ def revert_checkpoint(folder: str | Path, to: str | Path, *, format: str = "auto
         to: a .safetensors file; of a pair of experts, NAME-High.safetensors and NAME-Low.safetensors are written.
         format: one of `FORMATS`; "auto" goes by the branch. "spark" and "turbodiffusion" have a flattened patch
             embedding and need their branch, "fastvideo" keeps the names of diffusers.
+
+    Recipe and defaults of the folder go into the header of the file, where `convert_checkpoint` finds them again.
 
     Returns:
         The files.
@@ -43,11 +46,12 @@ def revert_checkpoint(folder: str | Path, to: str | Path, *, format: str = "auto
     for target in targets:
         check_absent(target)
     plans = [_plan(part, format) for part in parts]
+    carried = _carried(folder)
     to.parent.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     try:
         for target, tensors in zip(targets, plans, strict=True):
-            write_safetensors(target, tensors)
+            write_safetensors(target, tensors, carried)
             written.append(target)
     except BaseException:
         for target in written:  # half a pair is worse than none
@@ -56,7 +60,15 @@ def revert_checkpoint(folder: str | Path, to: str | Path, *, format: str = "auto
     return targets
 
 
+def _carried(folder: Path) -> dict[str, str]:
+    """Recipe and defaults for the header, so that the file converts again without being told what it is."""
+    files = {RECIPE_KEY: folder / RECIPE_FILE, DEFAULTS_KEY: folder / DEFAULTS_FILE}
+    return {key: file.read_text(encoding="utf-8") for key, file in files.items() if file.is_file()}
+
+
 def _plan(folder: Path, format: str) -> list[Planned]:
+    narrow = (folder / QUANTIZED_FILE).is_file()
+    require(not narrow, "folder", str(folder), "one with 16-bit weights: those that were stored in eight bits are gone")
     branch_file = folder / BRANCH_FILE
     paths = [path for path in find_files(folder) if path.name != BRANCH_FILE]
     files = TensorFiles(paths + ([branch_file] if branch_file.is_file() else []))

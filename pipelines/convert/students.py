@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...attention.config import AttentionConfig, RoLAConfig
-from ...core.config import ConfigError, require
+from ...core.config import ConfigError, from_dict, require
 from ..recipe import Recipe, SamplerConfig, preset
 from .keys import BRANCH_MARK
 
@@ -64,6 +65,29 @@ class Found:
     shapes: Mapping[str, tuple[int, ...]]
     experts: int
     in_channels: int
+
+
+RECIPE_KEY, DEFAULTS_KEY = "videospark_recipe", "videospark_defaults"
+"""In the header of a file that was written by `reverse.py`: what the folder said beside the weights."""
+
+
+def carried_student(metadata: Mapping[str, str], wishes: Wishes) -> Student | None:
+    """The recipe and defaults in a file's header; None without them, or where the user says otherwise.
+
+    Raises:
+        ConfigError: they are there and broken.
+    """
+    if RECIPE_KEY not in metadata or wishes.sparsity is not None or wishes.steps is not None:
+        return None
+    try:
+        data, defaults = json.loads(metadata[RECIPE_KEY]), json.loads(metadata.get(DEFAULTS_KEY, "{}"))
+    except ValueError as error:
+        raise ConfigError(f"source.{RECIPE_KEY}: got a header that is no JSON ({error}); must be a recipe") from error
+    recipe = from_dict(Recipe, data, f"source.{RECIPE_KEY}")
+    if wishes.backend != "auto" and recipe.attention.branch != "none":
+        recipe = replace(recipe, attention=replace(recipe.attention, backend=wishes.backend, dense_below=None))
+    note = f"recipe {recipe.name!r} and its defaults are those in the header of the file"
+    return Student(recipe, defaults, recipe.sampler.boundary_ratio, (note,))
 
 
 def detect_format(name: str, names: Iterable[str]) -> str:
@@ -158,10 +182,7 @@ def _lightx2v(found: Found, wishes: Wishes) -> Student:
     require(not wishes.sparsity, "sparsity", wishes.sparsity, "left out: this kind is dense")
     pair = found.experts == 2
     boundary = (0.9 if found.in_channels == 36 else 0.875) if pair else None
-    sampler = SamplerConfig(
-        sigmas=(1.0, 0.9375, 2.5 / 3, 0.625), guidance_scale=1.0, guidance_scale_2=1.0 if pair else None,
-        boundary_ratio=boundary,
-    )  # fmt: skip
+    sampler = replace(preset("lightx2v-4step").sampler, guidance_scale_2=1.0 if pair else None, boundary_ratio=boundary)
     text = "LightX2V student: dense, four Euler steps without guidance."
     return Student(Recipe("lightx2v-4step", sampler=sampler, requires="few-step", description=text), {}, boundary)
 

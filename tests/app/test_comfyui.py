@@ -160,6 +160,40 @@ def test_recipe_and_image(executor, model_folder):
     assert data["recipe"]["attention"]["keep_ratio"] == 0.25 and data["request"]["image"]
 
 
+def test_a_student_keeps_its_branch_under_the_recipe_node(executor, model_folder, tmp_path):
+    """The node changes the keep ratio of the student's own recipe; the branch stays the one that came with it."""
+    from videospark.pipelines.acceleration import accelerate, current_report, state_of
+    from videospark.pipelines.loading import load, save
+
+    pipe = load(model_folder, device="cpu")
+    sparse = {"backend": "gather", "keep_ratio": 0.3, "block_size_q": 16, "block_size_k": 16, "branch": "rola"}
+    accelerate(pipe, {"name": "student", "attention": sparse})
+    for tensor in state_of(pipe).installed["transformer"].branch_state().values():
+        torch.nn.init.normal_(tensor, std=0.5)
+    student = save(pipe, tmp_path / "student")
+    graph = workflow(student, steps=1)
+    file = str(student / "videospark_recipe.json")
+    recipe = NODE_CLASS_MAPPINGS["VideosparkRecipe"]().choose("dense", file=file, keep_ratio=0.6)[0]
+    loaded = executor.run({"1": graph["1"]})["1"][0]
+    node = NODE_CLASS_MAPPINGS["VideosparkTextToVideo"]()
+    node.generate(loaded, "a red circle", 0, steps=1, recipe=recipe)
+    rows = current_report(loaded.engine.pipe).layers
+    assert {(row["keep_ratio"], row["branch_weights"]) for row in rows} == {(0.6, "given")}
+
+
+def test_a_node_that_is_gone_gives_the_model_back(model_folder, monkeypatch, tmp_path):
+    import gc
+
+    monkeypatch.chdir(tmp_path)
+    node = NODE_CLASS_MAPPINGS["VideosparkLoadStudent"]()
+    (loaded,) = node.load(str(model_folder), device="cpu")
+    threads = loaded.service._threads
+    assert all(thread.is_alive() for thread in threads)
+    del node, loaded
+    gc.collect()
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_what_is_wrong_is_said(executor, model_folder):
     with pytest.raises(ValueError, match="prompt"):
         executor.run({**workflow(model_folder), "2": {**workflow(model_folder)["2"], "inputs": {

@@ -1,10 +1,12 @@
 """The memory section and the compile switch of a recipe, on the tiny pipeline loaded from files."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from diffusers import WanPipeline
+from PIL import Image
 
 from videospark.core.config import ConfigError
 from videospark.core.numerics import relative_error
@@ -249,6 +251,32 @@ def test_vae_switches_are_set_reported_and_put_back(pipe):
     assert "memory" in accelerate(pipe, "dense").to_dict() and current_report(pipe).memory is None
 
 
+def test_a_vae_in_bfloat16_comes_back_bit_for_bit(pipe, tmp_path):
+    wanted, vae = generate(pipe, REQUEST).frames, pipe.vae
+    parameters = dict(vae.named_parameters())
+    before = {name: tensor.clone() for name, tensor in vae.state_dict().items()}
+    report = accelerate(pipe, recipe(vae_dtype="bfloat16"))
+    assert vae.dtype == torch.bfloat16 and "VAE: whole in bfloat16" in str(report)
+    assert report.memory["vae"]["dtype"] == "bfloat16"
+    assert report.memory["vae"]["bytes_waiting"] == sum(p.numel() * 4 for p in parameters.values())
+    assert all(parameter is parameters[name] for name, parameter in vae.named_parameters())
+    narrow = generate(pipe, REQUEST).frames
+    apart = abs(narrow.astype(float) - wanted.astype(float))
+    assert apart.max() > 0 and apart.mean() < 4
+    image = Image.new("RGB", (32, 32), "red")
+    assert generate(as_image_to_video(pipe), replace(REQUEST, image=image)).frames.shape == wanted.shape
+    save(pipe, tmp_path / "saved")
+    assert vae.dtype == torch.bfloat16
+    stored = type(vae).from_pretrained(tmp_path / "saved" / "vae").state_dict()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in stored.items())
+    restore(pipe)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in vae.state_dict().items())
+    assert all(parameter is parameters[name] for name, parameter in vae.named_parameters())
+    assert (generate(pipe, REQUEST).frames == wanted).all()
+    with pytest.raises(ConfigError, match="vae_dtype: got 'float16'"):
+        MemoryConfig(vae_dtype="float16")
+
+
 def test_tiles_give_nearly_the_same_pixels(pipe):
     torch.manual_seed(0)
     latents = torch.randn(1, 4, 1, 72, 64)
@@ -312,3 +340,28 @@ def test_compiled_blocks_give_the_same_and_leave_no_trace(pipe, extra):
     assert all(block._compiled_call_impl is None for block in pipe.transformer.blocks)
     assert all("forward" not in module.__dict__ for module in pipe.transformer.modules())
     assert torch.equal(run(), stock)
+
+
+@pytest.mark.slow
+def test_loras_come_and_go_under_compiled_blocks(pipe, tmp_path):
+    """Compiled code is made anew where hooks come or go: nothing of a LoRA stays in it."""
+    from videospark.pipelines.lora import load_lora, set_lora_weight, unload_lora
+
+    from .test_lora import factors, native_alpha, run, write
+
+    torch.compiler.reset()
+    path = write(tmp_path / "a.safetensors", factors(pipe.transformer), native_alpha)
+    load_lora(pipe, path)
+    wanted = run(pipe.transformer)
+    unload_lora(pipe)
+    stock = run(pipe.transformer)
+    accelerate(pipe, {"name": "compiled", "compile": "default"})
+    assert relative_error(run(pipe.transformer), stock) < 1e-5
+    load_lora(pipe, path)
+    assert relative_error(run(pipe.transformer), wanted) < 1e-4 < relative_error(wanted, stock)
+    set_lora_weight(pipe, "a", 0.0)
+    assert relative_error(run(pipe.transformer), stock) < 1e-5
+    unload_lora(pipe)
+    assert relative_error(run(pipe.transformer), stock) < 1e-5
+    restore(pipe)
+    assert torch.equal(run(pipe.transformer), stock)

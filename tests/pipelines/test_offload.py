@@ -63,6 +63,9 @@ def lora_file(folder):
         stem = f"diffusion_model.blocks.{block}.self_attn.v"
         state[f"{stem}.lora_down.weight"] = torch.randn(4, 192, generator=generator) * 0.3
         state[f"{stem}.lora_up.weight"] = torch.randn(192, 4, generator=generator) * 0.3
+        # Whole differences of parameters that are no products, which are changed rather than added to.
+        state[f"diffusion_model.blocks.{block}.self_attn.norm_q.diff"] = torch.randn(192, generator=generator) * 0.3
+        state[f"diffusion_model.blocks.{block}.diff_m"] = torch.randn(1, 6, 192, generator=generator) * 0.1
     save_file(state, folder / "lora.safetensors")
     return folder / "lora.safetensors"
 
@@ -270,6 +273,10 @@ def test_auto_takes_the_first_that_the_plan_fits(name, card, recipe, size, mode,
 def test_auto_says_what_was_tried_where_nothing_fits(much_ram):
     with pytest.raises(ConfigError, match=r"nothing fits.*none .* GiB.*group .* GiB.*videospark plan"):
         chosen("wan2.1-t2v-14b", "rtx3060-12")
+    # Modes that a recipe excludes are not tried: CUDA graphs need weights that stay where they are.
+    graphs = {"name": "g", "compile": "reduce-overhead"}
+    with pytest.raises(ConfigError, match=r"nothing fits .*planned: none [\d.]+ GiB\)"):
+        chosen("wan2.1-t2v-14b", "rtx5090", graphs)
     broken = pipeline_of("wan2.1-t2v-1.3b")
     broken.vae.config.z_dim = 7
     with pytest.raises(ConfigError, match="VAE"):

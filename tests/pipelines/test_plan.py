@@ -193,9 +193,11 @@ def test_settings_take_less():
     assert group["denoise"] < model["denoise"] - 0.9 * expert
     tiled, _ = peaks(vae_tiling=True)
     assert tiled["decode"] < plain["decode"] - 10 * GIB
-    eight, _ = peaks(quantization="fp8")
-    saved = plain["denoise"] - eight["denoise"]
-    assert saved == pytest.approx(2 * made.model.quantizable_parameters(), rel=0.01)
+    _, eight = peaks(quantization="fp8")
+    weights = [next(stage.weights for stage in one.stages if stage.name == "denoise") for one in (made, eight)]
+    assert weights[0] - weights[1] == pytest.approx(2 * made.model.quantizable_parameters(), rel=0.01)
+    narrow, quick = peaks(vae_dtype="bfloat16")
+    assert narrow["decode"] < plain["decode"] - 8 * GIB and quick.times.decode == pytest.approx(made.times.decode / 2)
     assert grouped.times.parts["transfer"] >= 0
     slow = dataclasses.replace(CARDS["rtx5090"], link=0.1)
     from videospark.pipelines.plan import estimate_times
@@ -222,6 +224,92 @@ def test_wrong_input():
     )
 
 
+HD = (1280, 720, 81)
+
+
+def in_eight_bits(originals):
+    return {"name": "x", "quantization": {"mode": "fp8", "fused": True, "originals": originals}}
+
+
+def test_what_becomes_of_the_original_layers_is_counted():
+    drop, offload, keep = (
+        make_plan("wan2.1-t2v-14b", HD, in_eight_bits(name), "h100") for name in ("drop", "offload", "keep")
+    )
+    originals = 2 * MODELS["wan2.1-t2v-14b"].quantizable_parameters() / GIB
+    assert offload.peak_gib == drop.peak_gib and keep.peak_gib == pytest.approx(drop.peak_gib + originals)
+    assert all(later.ram - stage.ram == pytest.approx(originals * GIB)
+               for stage, later in list(zip(drop.stages, offload.stages, strict=True))[1:])  # fmt: skip
+    # Block by block: while it loads, RAM holds the text encoder and the VAE alone.
+    assert drop.ram_gib < 16 and any("block by block" in text for text in drop.assumptions)
+    assert offload.ram_gib > 40 and any("original layers wait" in text for text in offload.assumptions)
+    assert any("stay on the card" in text for text in keep.assumptions)
+
+
+def test_a_recipe_with_a_memory_section_is_planned_with_it():
+    memory = {"text_encoder": "free_after_encoding", "vae_tiling": True, "vae_dtype": "bfloat16"}
+    by_recipe = make_plan("wan2.1-t2v-14b", HD, {"name": "x", "memory": memory}, "h100")
+    by_hand = make_plan(
+        "wan2.1-t2v-14b", HD, "dense", "h100",
+        Settings(text_encoder="freed", vae_tiling=True, vae_dtype="bfloat16"),
+    )  # fmt: skip
+    assert by_recipe.settings == by_hand.settings and by_recipe.stages == by_hand.stages
+    int8 = make_plan("wan2.1-t2v-14b", HD, {"name": "x", "memory": {"text_encoder": "int8"}}, "rtx3060-12")
+    assert int8.settings.text_bits == 8
+    # The text encoder has one setting: an option that frees it does not have it in eight bits as well.
+    assert all(o.settings.text_bits == (16 if o.settings.text_encoder == "freed" else 8) for o in int8.options)
+
+
+def test_every_setting_that_is_offered_can_be_had():
+    """Each option, said as a recipe and an offloading, is planned with the very same peaks."""
+    from videospark.pipelines.offload import MODES
+
+    for name in MODELS:
+        for option in make_plan(
+            name, (832, 480, 81) if "ti2v" not in name else (1280, 704, 121), "dense", "8gb"
+        ).options:
+            asked = option.settings
+            text = {"freed": "free_after_encoding", "resident": "int8" if asked.text_bits == 8 else "keep"}
+            memory = {
+                "text_encoder": text[asked.text_encoder], "vae_tiling": asked.vae_tiling,
+                "vae_dtype": "bfloat16" if asked.vae_dtype == "bfloat16" else "keep",
+            }  # fmt: skip
+            recipe = {"name": "x", "memory": memory}
+            if asked.quantization:
+                recipe["quantization"] = {"mode": asked.quantization, "fused": True, "originals": "drop"}
+            assert ("experts" if asked.swap_experts else asked.offload) in MODES
+            placed = Settings(offload=asked.offload, swap_experts=asked.swap_experts)
+            size = (832, 480, 81) if "ti2v" not in name else (1280, 704, 121)
+            again = make_plan(name, size, recipe, "8gb", placed)
+            assert (again.peak_gib, again.ram_gib) == pytest.approx((option.gpu_gib, option.ram_gib)), asked.words()
+
+
+def test_ram_is_held_against_where_it_is_given():
+    roomy = make_plan("wan2.2-t2v-a14b", HD, "dense", "rtx5090", ram=256)
+    small = make_plan("wan2.2-t2v-a14b", HD, "dense", "rtx5090", ram=48)
+    assert roomy.recommended is not None and small.ram_budget_gib == 48
+    assert all(option.ram_gib <= 48 for option in small.options if option.fits)
+    assert sum(option.fits for option in small.options) < sum(option.fits for option in roomy.options)
+    whole = make_plan("wan2.1-t2v-1.3b", (832, 480, 81), "dense", "h100", ram=4)
+    assert not whole.fits and whole.peak_gib < whole.budget_gib
+    with pytest.raises(ConfigError, match="ram: got 0"):
+        make_plan("wan2.1-t2v-1.3b", (832, 480, 81), "dense", "h100", ram=0)
+    with pytest.raises(ConfigError, match="quantization: got 'fp4'"):
+        Settings(quantization="fp4")
+
+
+def test_a_laptop_card_is_not_taken_for_its_namesake(monkeypatch):
+    from types import SimpleNamespace
+
+    from videospark.pipelines import plan_cards
+
+    for name, known in (("NVIDIA GeForce RTX 4090", True), ("NVIDIA GeForce RTX 4090 Laptop GPU", False)):
+        found = SimpleNamespace(name=name, total_memory=16 * 2**30)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+        card = plan_cards.find_card(None)
+        assert card.memory_gib == 16 and (card.bf16 > 0) == known
+
+
 def test_branches_are_counted_as_they_are():
     shape = MODELS["wan2.1-t2v-14b"]
     plain = transformer_bytes(shape, QuantizationConfig(), AttentionConfig())
@@ -245,9 +333,25 @@ def test_command_and_folder(tmp_path):
     )
     with torch.device("meta"):
         WanTransformer3DModel(**MODELS["wan2.1-t2v-1.3b"].config()).save_config(tmp_path / "transformer")
-    folder = json.loads(runner.invoke(app, ["plan", "--model", str(tmp_path), "--gpu", "rtx4090", "--json"]).stdout)
+    own = ["plan", "--model", str(tmp_path), "--gpu", "rtx4090", "--json"]
+    folder = json.loads(runner.invoke(app, own).stdout)
     named = json.loads(runner.invoke(app, ["plan", "--model", "wan2.1-t2v-1.3b", "--gpu", "rtx4090", "--json"]).stdout)
-    assert folder["stages_gib"] == named["stages_gib"]
+    assert folder["stages_gib"] == named["stages_gib"] and folder["seconds"]["steps"] == 50
+    # A folder is planned as it is loaded: with its own recipe and its own steps.
+    (tmp_path / "videospark_recipe.json").write_text(json.dumps({"name": "own", "quantization": {"mode": "int8"}}))
+    (tmp_path / "videospark_defaults.json").write_text(json.dumps({"num_inference_steps": 6, "guidance_scale": 1.0}))
+    folder = json.loads(runner.invoke(app, own).stdout)
+    assert folder["recipe"] == "own" and folder["seconds"]["steps"] == 6
+    assert folder["seconds"]["step"] < 0.6 * named["seconds"]["step"]
+    assert json.loads(runner.invoke(app, [*own, "--recipe", "dense"]).stdout)["recipe"] == "dense"
+    assert "64 GiB there" in runner.invoke(app, [*own[:-1], "--ram", "64"]).output
+    # A published checkpoint is planned with the recipe and at the size that it was made for.
+    for name in ("SparkWan2.1-T2V-14B-720P-0.95Sparsity-3Step", "SparkWan2.1-T2V-14B-720P-0.95Sparsity-3Step.pth"):
+        student = json.loads(runner.invoke(app, ["plan", "--model", name, "--gpu", "h100", "--json"]).stdout)
+        assert student["recipe"] == "spark-95-3step" and student["seconds"]["steps"] == 3
+        assert student["size"] == {"width": 1280, "height": 720, "frames": 81} and student["model"] == "wan2.1-t2v-14b"
+    smaller = ["plan", "--model", name, "--size", "832x480x81", "--recipe", "dense", "--gpu", "h100", "--json"]
+    assert json.loads(runner.invoke(app, smaller).stdout)["tokens"] == 32760
     assert runner.invoke(app, [*arguments[:-1], "rtx1"]).exit_code == 2
     assert runner.invoke(app, ["plan"]).exit_code == 2
     assert runner.invoke(app, ["plan", "--published"]).stdout == published_table()
