@@ -26,8 +26,8 @@ from ..core.config import require
 from ..pipelines.plan import budget_gib, estimate_times, parse_size
 from ..pipelines.plan_cards import Card, find_card
 from ..pipelines.plan_checkpoints import CHECKPOINTS
-from ..pipelines.plan_memory import GIB, LIBRARY_WORKSPACE, PROCESS, Clip, Settings
-from ..pipelines.plan_models import MODELS, TEXT_ENCODER_PARAMETERS, ModelShape, branch_parameters, find_shape
+from ..pipelines.plan_memory import GIB, LIBRARY_WORKSPACE, PROCESS, Clip, Settings, branch_parameters
+from ..pipelines.plan_models import MODELS, TEXT_ENCODER_PARAMETERS, ModelShape, find_shape
 from ..pipelines.recipe import Recipe, SamplerConfig
 from .config import DistillConfig
 from .draws import Draws
