@@ -214,10 +214,10 @@ def test_a_tensor_without_gradient_is_named(world, build, tmp_path, monkeypatch)
     choose = training_loop.TrainedRole.prepare
     student = None
 
-    def remember(self, *arguments):
+    def remember(self, *arguments, **options):
         nonlocal student
         student = self.network
-        return choose(self, *arguments)
+        return choose(self, *arguments, **options)
 
     monkeypatch.setattr(training_loop.TrainedRole, "prepare", remember)
     monkeypatch.setattr(PCM, "loss", detached)

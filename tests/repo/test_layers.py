@@ -17,7 +17,7 @@ ALLOWED = {
     "pipelines": {"core", "attention", "quantization"},
     "evaluation": {"core", "attention", "pipelines", "tiny"},
     "distill": {"core", "attention", "quantization", "pipelines", "tiny", "evaluation"},
-    "benchmarks": {"core", "attention", "quantization", "pipelines", "tiny"},
+    "benchmarks": {"core", "attention", "quantization", "pipelines", "tiny", "evaluation"},
     "app": {"core", "attention", "quantization", "pipelines", "tiny", "evaluation", "distill", "benchmarks"},
 }
 HOME_OF_HEAVY = {"gradio": "page*.py", "ray": "ray_batch.py", "triton": "triton_kernels.py"}
