@@ -22,6 +22,12 @@ def evaluate(
     captions: int = typer.Option(64, "--captions", help="Held-out captions for the accuracy."),
     seeds: int = typer.Option(8, "--seeds", help="Clips per caption for the diversity."),
     diversity_captions: int = typer.Option(8, "--diversity-captions", help="Captions for the diversity; 0: skip it."),
+    prompts: Path | None = typer.Option(
+        None, "--prompts", help="File with a prompt a line, for any model: no accuracy, everything else."
+    ),
+    feature: str | None = typer.Option(
+        None, "--feature", help="Folder or Hub id of a CLIP or DINO model that looks at the clips."
+    ),
     image_to_video: bool = typer.Option(
         False, "--image-to-video", help="Start from each scene's true first frame: is it kept, is the motion right?"
     ),
@@ -40,7 +46,8 @@ def evaluate(
     markdown: Path | None = typer.Option(None, "--markdown", help="Write the tables to this file."),
     sheet: Path | None = typer.Option(None, "--sheet", help="Write a picture of the first clips to this PNG."),
 ) -> None:
-    """Measure caption accuracy and diversity of the tiny model; with --against, relative to a teacher."""
+    """Measure caption accuracy and diversity of the tiny model, or with --prompts what can be said of any model; with
+    --against, relative to a teacher."""
     for name, value, least in (
         ("captions", captions, 1), ("seeds", seeds, 1), ("diversity_captions", diversity_captions, 0),
         ("steps", steps, 1), ("against_steps", against_steps, 1), ("guidance", guidance, 0),
@@ -50,6 +57,9 @@ def evaluate(
     for name, path in (("json", json_file), ("markdown", markdown), ("sheet", sheet)):
         if path is not None:
             check_writable(path, name)
+    if image_to_video and (prompts is not None or feature is not None):
+        raise ValueError("image_to_video: got true; must be false with --prompts and --feature")
+    texts_given = None if prompts is None else read_prompts(prompts)
     lonely: dict[str, object] = {
         "against_model": against_model,
         "against_steps": against_steps,
@@ -66,9 +76,20 @@ def evaluate(
         "batch_size": batch_size, "device": pick_device(device), "image_to_video": image_to_video,
         "allow_untrained": allow_untrained,
     }  # fmt: skip
-    counts = {"num_captions": captions, "batch_size": batch_size}
+    counts: dict[str, Any] = {"batch_size": batch_size}
+    if texts_given is not None:
+        texts_given = texts_given[:captions]
+        counts |= {"prompts": texts_given, "diversity_prompts": min(diversity_captions, len(texts_given))}
+    else:
+        counts["num_captions"] = captions
+        if not image_to_video:
+            counts["diversity_captions"] = min(diversity_captions, captions)
     if not image_to_video:
-        counts |= {"diversity_captions": min(diversity_captions, captions), "diversity_seeds": seeds}
+        counts["diversity_seeds"] = seeds
+    if feature is not None:
+        from ..evaluation.distribution import ImageModelFeature
+
+        counts["feature"] = ImageModelFeature(feature, device=shared["device"])
     wish = resolve(recipe) if recipe is not None else None
     ours = _Candidate("ours", locate_model(model), wish, steps, guidance)
     teacher = None
@@ -105,6 +126,21 @@ def evaluate(
     if sheet is not None:
         write_sheet(ours.maker.first_clips, sheet)
         typer.echo(str(sheet))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a file that are not empty.
+
+    Raises:
+        ValueError: no such file, or nothing in it.
+    """
+    if not path.is_file():
+        raise ValueError(f"prompts: got {str(path)!r}; must be a file with a prompt a line")
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [line for line in lines if line]
+    if not found:
+        raise ValueError(f"prompts: got {str(path)!r} without a prompt; must have one a line")
+    return found
 
 
 class _Candidate:
@@ -145,7 +181,7 @@ class _Candidate:
         """Make its clips and judge them; returns the tables."""
         from ..evaluation.distribution import SampleStates
         from ..evaluation.run import evaluate as evaluate_text_to_video
-        from ..evaluation.run import evaluate_image_to_video
+        from ..evaluation.run import evaluate_image_to_video, evaluate_prompts
 
         self.maker.warm_up()
         settings = self.maker.settings
@@ -155,7 +191,8 @@ class _Candidate:
                 self.result = evaluate_image_to_video(self.maker, size=size, progress=progress, **counts)
             else:
                 self.maker.states = SampleStates(self.crossover)
-                self.result = evaluate_text_to_video(self.maker, progress=progress, states=self.maker.states, **counts)
+                measure: Any = evaluate_prompts if "prompts" in counts else evaluate_text_to_video
+                self.result = measure(self.maker, progress=progress, states=self.maker.states, **counts)
         return self.result.markdown()
 
     def report(self) -> dict[str, Any]:

@@ -300,8 +300,11 @@ class ClipSamples:
         num_captions: int,
         seeds: int,
         states: SampleStates | None = None,
+        features_vary: bool = False,
     ) -> ClipSamples:
         """From the features of all clips: one for each caption, then `seeds` for each of some captions.
+
+        Diversity is that of the latents where they were handed over, unless `features_vary`.
 
         Raises:
             ValueError: latents were handed over, but not one per clip.
@@ -312,12 +315,12 @@ class ClipSamples:
         for name, given in (("final", finals), ("on_the_way", ways)):
             if given is not None and len(given) != len(rows):
                 raise ValueError(f"states.{name}: got {len(given)} latents; must be {len(rows)}, one for each clip")
-        space = rows if finals is None else finals
+        space = rows if finals is None or features_vary else finals
         return cls(
             rows[:num_captions],
             np.asarray(motion)[:num_captions],
             [space[start : start + seeds] for start in range(num_captions, len(rows), seeds)],
-            "features" if finals is None else "latents",
+            "features" if finals is None or features_vary else "latents",
             None if finals is None else finals[:num_captions],
             None if ways is None else ways[:num_captions],
         )

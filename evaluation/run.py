@@ -78,7 +78,7 @@ class EvaluationResult:
         """Plain data for JSON: `accuracy` and `entropy` by attribute, their means, intervals and the measures."""
         return {
             "accuracy": {name: a.value for name, a in self.accuracy.items()},
-            "accuracy_mean": self.mean_accuracy,
+            "accuracy_mean": self.mean_accuracy if self.accuracy else None,
             "accuracy_detail": {name: asdict(a) for name, a in self.accuracy.items()},
             "entropy": dict(self.entropy_ratio),
             "entropy_mean": self.mean_entropy,
@@ -89,16 +89,18 @@ class EvaluationResult:
 
     def markdown(self) -> str:
         """A table per kind of measure."""
-        first = Table("Caption accuracy", ("attribute", "accuracy", "low", "high", "count"))
-        for name, a in self.accuracy.items():
-            first.add(name, a.value, a.low, a.high, a.count)
-        first.add("mean", self.mean_accuracy, None, None, None)
-        tables = [first]
+        tables = []
+        if self.accuracy:
+            tables.append(Table("Caption accuracy", ("attribute", "accuracy", "low", "high", "count")))
+            for name, a in self.accuracy.items():
+                tables[-1].add(name, a.value, a.low, a.high, a.count)
+            tables[-1].add("mean", self.mean_accuracy, None, None, None)
         if self.entropy_ratio:
             tables.append(Table("Diversity", ("attribute", "entropy / data")))
             for name, value in [*self.entropy_ratio.items(), ("mean", self.mean_entropy)]:
                 tables[-1].add(name, value)
-        tables.append(Table("Measures", ("measure", "mean")))
+        if self.continuous or self.first_frame_psnr_db:
+            tables.append(Table("Measures", ("measure", "mean")))
         for name, value in self.continuous.items():
             tables[-1].add(name, value)
         for name, value in (self.first_frame_psnr_db or {}).items():
@@ -140,8 +142,8 @@ def evaluate(
     if not 0 <= diversity_captions <= num_captions:
         raise ValueError(f"diversity_captions: got {diversity_captions}; must be from 0 to num_captions={num_captions}")
     captions = [c for _, c in held_out_captions(num_captions)]
-    jobs = [(c, i) for i, c in enumerate(captions)]
-    jobs += [(c, DIVERSITY_FIRST_SEED + s) for c in captions[:diversity_captions] for s in range(diversity_seeds)]
+    jobs = [(c.text, i) for i, c in enumerate(captions)]
+    jobs += [(c.text, DIVERSITY_FIRST_SEED + s) for c in captions[:diversity_captions] for s in range(diversity_seeds)]
     detections, features, motion = [], [], []
     for clip in _clips(make_clips, jobs, batch_size, progress):
         detections.append(detect(clip))
@@ -155,6 +157,52 @@ def evaluate(
         _continuous(detections[:num_captions]),
         samples=ClipSamples.collect(features, motion, num_captions=num_captions, seeds=diversity_seeds, states=states),
     )
+
+
+def evaluate_prompts(
+    make_clips: MakeClips,
+    prompts: Sequence[str],
+    *,
+    diversity_prompts: int = 8,
+    diversity_seeds: int = 8,
+    batch_size: int = 1,
+    progress: Progress | None = None,
+    feature: Feature = clip_features,
+    states: SampleStates | None = None,
+) -> EvaluationResult:
+    """As `evaluate`, for any prompts: motion, diversity and what is compared with a teacher, but no accuracy.
+
+    Args:
+        make_clips: prompts and seeds -> as many uint8 clips `[frames, height, width, 3]`.
+        prompts: each made with its own seed.
+        diversity_prompts: the first of them are made again with further seeds; 0 leaves diversity out.
+        diversity_seeds: how many further seeds.
+        batch_size: prompts handed over together.
+        progress: called with clips done and clips in all after each batch.
+        feature: of the clips, for the diversity and for the Frechet distance to another model.
+        states: where `make_clips` puts the latents of the clips, in their order.
+
+    Raises:
+        ValueError: a count below 1, more diversity prompts than prompts, or a wrong number of clips.
+    """
+    _require_positive(prompts=len(prompts), batch_size=batch_size, diversity_seeds=diversity_seeds)
+    if not 0 <= diversity_prompts <= len(prompts):
+        raise ValueError(f"diversity_prompts: got {diversity_prompts}; must be from 0 to {len(prompts)}, the prompts")
+    jobs = [(prompt, i) for i, prompt in enumerate(prompts)]
+    jobs += [(p, DIVERSITY_FIRST_SEED + s) for p in prompts[:diversity_prompts] for s in range(diversity_seeds)]
+    features, motion = [], []
+    for clip in _clips(make_clips, jobs, batch_size, progress):
+        features.append(feature(clip))
+        motion.append(motion_magnitude(clip))
+    samples = ClipSamples.collect(
+        features,
+        motion,
+        num_captions=len(prompts),
+        seeds=diversity_seeds,
+        states=states,
+        features_vary=feature is not clip_features,
+    )
+    return EvaluationResult({}, samples=samples)
 
 
 def evaluate_image_to_video(
@@ -212,11 +260,11 @@ def _checked(clips: Sequence[np.ndarray], expected: int) -> Sequence[np.ndarray]
 
 
 def _clips(
-    make_clips: MakeClips, jobs: list[tuple[Caption, int]], batch_size: int, progress: Progress | None
+    make_clips: MakeClips, jobs: list[tuple[str, int]], batch_size: int, progress: Progress | None
 ) -> Iterator[np.ndarray]:
     for start in range(0, len(jobs), batch_size):
         batch = jobs[start : start + batch_size]
-        yield from _checked(make_clips([c.text for c, _ in batch], [s for _, s in batch]), len(batch))
+        yield from _checked(make_clips([text for text, _ in batch], [seed for _, seed in batch]), len(batch))
         if progress is not None:
             progress(start + len(batch), len(jobs))
 
