@@ -63,6 +63,7 @@ class Row:
         denoise_only: the same of denoising alone.
         measured_gib, planned_gib: peak by stage; measured is empty where there is no GPU.
         engine: what ran.
+        error: why it did not; the seconds are then NaN.
     """
 
     recipe: str
@@ -77,6 +78,7 @@ class Row:
     measured_gib: dict[str, float]
     planned_gib: dict[str, float]
     engine: str
+    error: str = ""
 
 
 def build_random(shape: ModelShape, device: str, dtype: torch.dtype) -> Any:
@@ -123,6 +125,7 @@ def recipes(blocks: tuple[int, int], mode: str) -> tuple[Recipe, ...]:
         Recipe("sparse 95 %, 3 steps", sparse, sampler),
         Recipe("sparse 95 % + RoLA, 3 steps", branch, sampler),
         Recipe("sparse 95 % + RoLA, 3 steps, compiled", branch, sampler, compile="default"),
+        Recipe("sparse 95 % + RoLA, 3 steps, CUDA graphs", branch, sampler, compile="reduce-overhead"),
         Recipe(f"sparse 95 % + RoLA, 3 steps, {mode} fused", branch, sampler, eight),
     )
 
@@ -137,42 +140,56 @@ def wan_1_3b(mode: str) -> EndToEnd:
 
 
 def bench_end_to_end(what: EndToEnd, device: str, dtype: torch.dtype) -> list[Row]:
-    """Run every recipe: a cold clip, then a warm one, then decode."""
+    """Run every recipe: a cold clip, then a warm one, then decode. One that breaks is a row that says why."""
     rows: list[Row] = []
     for recipe in what.recipes:
         # Anew for every recipe: one that drops its originals cannot be undone.
         pipe = what.build(device, dtype)
         pipe.set_progress_bar_config(disable=True)
+        first = next((row for row in rows if not row.error), None)
         try:
-            rows.append(_run(what, pipe, recipe, device, dtype, rows[0] if rows else None))
-        finally:
-            del pipe
-            gc.collect()
-            if device.startswith("cuda"):
-                torch.cuda.empty_cache()
+            rows.append(_run(what, pipe, recipe, device, dtype, first))
+        except Exception as error:  # the other recipes are worth as much without this one
+            rows.append(_broken(what, recipe, error))
+        del pipe
+        clean(device)
     return rows
+
+
+def clean(device: str) -> None:
+    """Give back what the pipeline before held."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+def _broken(what: EndToEnd, recipe: Recipe, error: Exception) -> Row:
+    nan = float("nan")
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    steps = recipe.sampler.steps or what.shape.steps
+    return Row(recipe.name, steps, 0, nan, nan, nan, nan, nan, nan, {}, planned_memory(what, recipe), "", text)
 
 
 def _run(what: EndToEnd, pipe: Any, recipe: Recipe, device: str, dtype: torch.dtype, first: Row | None) -> Row:
     report = accelerate(pipe, recipe, allow_untrained=True)
     fixed = recipe.sampler.steps
     run_steps, steps = fixed or what.probe_steps, fixed or what.shape.steps
-    cold = _clip(what, pipe, recipe, run_steps, device, dtype)
-    warm = _clip(what, pipe, recipe, run_steps, device, dtype)
+    cold, _ = run_clip(what, pipe, recipe, run_steps, device, dtype)
+    warm, _ = run_clip(what, pipe, recipe, run_steps, device, dtype)
     step = statistics.median(warm.steps)
     denoise, decode = step * steps, warm.stages["decode"]
     whole = first.denoise + first.decode if first is not None else denoise + decode
     alone = first.denoise if first is not None else denoise
-    measured = {
-        name: values["cuda_peak_bytes"] / GIB for name, values in warm.memory.items() if "cuda_peak_bytes" in values
-    }
     return Row(
         recipe.name, steps, run_steps, cold.steps[0], step, denoise, decode, whole / (denoise + decode),
-        alone / denoise, measured, planned_memory(what, recipe), _engine(report),
+        alone / denoise, measured_memory(warm), planned_memory(what, recipe), _engine(report),
     )  # fmt: skip
 
 
-def _clip(what: EndToEnd, pipe: Any, recipe: Recipe, steps: int, device: str, dtype: torch.dtype) -> StageTimer:
+def run_clip(
+    what: EndToEnd, pipe: Any, recipe: Recipe, steps: int, device: str, dtype: torch.dtype
+) -> tuple[StageTimer, torch.Tensor]:
+    """One clip of a random prompt: its timer and its latents. NaN or infinity in them is a FloatingPointError."""
     from ..pipelines.generation import decode
 
     generator = torch.Generator().manual_seed(0)
@@ -198,7 +215,14 @@ def _clip(what: EndToEnd, pipe: Any, recipe: Recipe, steps: int, device: str, dt
             )[0]  # fmt: skip
         with timer.stage("decode"):
             decode(pipe, latents)
-    return timer
+    return timer, latents
+
+
+def measured_memory(timer: StageTimer) -> dict[str, float]:
+    """Peak by stage on the GPU in GiB; empty where there is none."""
+    return {
+        name: values["cuda_peak_bytes"] / GIB for name, values in timer.memory.items() if "cuda_peak_bytes" in values
+    }
 
 
 def planned_memory(what: EndToEnd, recipe: Recipe) -> dict[str, float]:
@@ -226,13 +250,16 @@ def markdown(rows: Sequence[Row], title: str) -> str:
         "|---" * 8 + "|",
     ]  # fmt: skip
     for row in rows:
+        if row.error:
+            lines.append(f"| {row.recipe} | **broke**: {row.error.replace('|', '/')} | | | | | | |")
+            continue
         guess = "" if row.steps == row.run_steps else f" (from {row.run_steps} steps)"
         lines.append(
             f"| {row.recipe} | {row.steps} | {row.cold_step:.3f} | {row.warm_step:.3f} | {row.denoise:.2f}{guess} "
             f"| {row.decode:.2f} | {row.over_first:.1f}x | {row.denoise_only:.1f}x |"
         )
     lines += ["", "| peak GiB | stage | measured | planned | plan is off by |", "|---" * 5 + "|"]
-    for row in rows:
+    for row in (row for row in rows if not row.error):
         for name, planned in row.planned_gib.items():
             measured = row.measured_gib.get(name)
             cells = ("no GPU", "") if measured is None else (f"{measured:.2f}", f"{planned / measured - 1:+.0%}")

@@ -30,10 +30,12 @@ from .block import bench_block
 from .gpu_checks import FULL, SMALL, able_backends, kernel_checks
 from .gpu_end_to_end import EndToEnd, bench_end_to_end, recipes, wan_1_3b
 from .gpu_end_to_end import markdown as end_to_end_markdown
+from .gpu_offload import bench_offloads
+from .gpu_offload import markdown as offload_markdown
 from .quantization import bench_quantization
 from .timing import machine, measure
 
-SECTIONS = ("kernels", "tests", "attention", "peers", "products", "block", "end-to-end")
+SECTIONS = ("kernels", "tests", "attention", "peers", "products", "block", "end-to-end", "offload")
 KERNEL_TESTS = (
     "tests/attention/test_triton.py", "tests/attention/test_rola_triton.py", "tests/attention/test_conformance.py",
     "tests/attention/test_flex.py", "tests/attention/test_linear_branches.py", "tests/quantization/test_engines.py",
@@ -42,7 +44,8 @@ KERNEL_TESTS = (
 SKIPPED = (
     "skipped: there is no CUDA GPU here. On one this checks every Triton kernel and engine against its reference, "
     "times attention, products, a block and a whole 1.3B clip against SDPA, flex_attention, torchao and installed "
-    "peers, holds memory against the plan, and writes a report with hardware and commit"
+    "peers, offloads two experts in every mode, holds memory against the plan, and writes a report with hardware and "
+    "commit"
 )
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "torchao", "flash-attn", "sageattention", "spas-sage-attn",
             "transformer-engine", "xformers")  # fmt: skip
@@ -172,7 +175,7 @@ def gpu_report(
     plan = plan_of("cpu" if rehearsal else device, rehearsal)
     runners: dict[str, Callable[[Plan], tuple[str, Any, bool]]] = {
         "kernels": _kernels, "tests": _tests, "attention": _attention, "peers": _peers, "products": _products,
-        "block": _block, "end-to-end": _end_to_end,
+        "block": _block, "end-to-end": _end_to_end, "offload": _offload,
     }  # fmt: skip
     made = []
     for name in (name for name in SECTIONS if name in only):
@@ -352,4 +355,15 @@ def _end_to_end(plan: Plan) -> tuple[str, Any, bool]:
     what = plan.end_to_end
     rows = bench_end_to_end(what, plan.device, torch.float32 if plan.rehearsal else plan.dtype)
     title = f"{what.name}, {what.clip.width}x{what.clip.height}x{what.clip.frames}, random weights"
-    return end_to_end_markdown(rows, title), [dataclasses.asdict(row) for row in rows], True
+    return end_to_end_markdown(rows, title), _plain(rows), not any(row.error for row in rows)
+
+
+def _offload(plan: Plan) -> tuple[str, Any, bool]:
+    what = plan.end_to_end
+    rows = bench_offloads(what, plan.device, torch.float32 if plan.rehearsal else plan.dtype)
+    title = f"two experts of {what.name}, {what.clip.width}x{what.clip.height}x{what.clip.frames}, random weights"
+    return offload_markdown(rows, title), _plain(rows), all(row.ok for row in rows)
+
+
+def _plain(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(row) for row in rows]

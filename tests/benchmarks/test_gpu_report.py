@@ -1,5 +1,6 @@
 """`make gpu` without a GPU: it says in one line what it would do, and its whole code runs in a rehearsal."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 from videospark.app.cli import app
-from videospark.benchmarks import gpu_checks, gpu_report
+from videospark.benchmarks import gpu_checks, gpu_offload, gpu_report
 from videospark.benchmarks.gpu_end_to_end import bench_end_to_end, markdown, planned_memory
+from videospark.pipelines.recipe import preset
 
 runner = CliRunner()
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu is the test")
@@ -53,6 +55,35 @@ def test_a_whole_clip_per_recipe():
         assert row.planned_gib == planned_memory(what, recipe) and row.measured_gib == {}
     assert "branch" in rows[-1].engine and "products" in rows[-1].engine
     assert "no GPU" in markdown(rows, "x")
+
+
+@no_gpu
+def test_every_offloading_makes_the_same_latents(monkeypatch):
+    what = gpu_report.plan_of("cpu", True).end_to_end
+    rows = gpu_offload.bench_offloads(what, "cpu", torch.float32)
+    assert [row.mode for row in rows] == list(gpu_offload.MODES)
+    for row in rows:
+        assert not row.error and row.ok and row.difference == 0 and len(row.steps) == 4, row.error
+        assert set(row.planned_gib) == {"denoise", "decode"} and row.measured_gib == {}
+    swapped = rows[1]
+    assert swapped.early > 0 and swapped.late == 0
+    text = gpu_offload.markdown(rows, "x")
+    assert "no GPU" in text and f"{swapped.early} / 0" in text
+    # Weights that came too late would be told, and so is what breaks.
+    late = dataclasses.replace(swapped, difference=0.5)
+    broken = gpu_offload.OffloadRow("group", error="RuntimeError: out | of it")
+    assert not late.ok and not broken.ok
+    told = gpu_offload.markdown([late, broken], "x")
+    assert "**WRONG**" in told and "**broke**: RuntimeError: out / of it" in told
+
+
+@no_gpu
+def test_a_recipe_that_breaks_does_not_take_the_others_along():
+    what = gpu_report.plan_of("cpu", True).end_to_end
+    bad = preset("spark22-4step")  # for two experts
+    rows = bench_end_to_end(dataclasses.replace(what, recipes=(bad, what.recipes[1])), "cpu", torch.float32)
+    assert rows[0].error.startswith("ConfigError") and not rows[1].error and rows[1].over_first == 1
+    assert "**broke**: ConfigError" in markdown(rows, "x")
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
