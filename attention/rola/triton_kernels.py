@@ -275,11 +275,12 @@ def grad_query_kernel(
     turned_odd = _operand(_narrow(phi_even * sin + phi_odd * cos, dtype, UPCAST), UPCAST)
     at_gate = (batch * length + rows) * heads + head
     gate = tl.load(gate_ptr + at_gate, mask=rows < length, other=0.0)
-    # First walk: sum(G o), and the sizes of o and O_s.
+    # First walk: sum(G o), and the sizes of o and O_s. Both walks stay loops: unrolled, what they load side by side
+    # does not fit the registers at wide heads and in float32.
     dot = tl.zeros([TILE], tl.float32)
     square = tl.zeros([TILE], tl.float32)
     size = tl.zeros([TILE], tl.float32)
-    for part in tl.static_range(DIM // COLS):
+    for part in tl.range(0, DIM // COLS, num_stages=1):
         o = _linear(turned_even, turned_odd, summary_ptr, part * COLS, HALF, DIM, COLS, UPCAST, PRECISION)
         slope = _load_rows(grad_out_ptr, start, length, out_token, part * COLS, TILE, COLS).to(tl.float32)
         dot += tl.sum(slope * o, 1)
@@ -294,7 +295,7 @@ def grad_query_kernel(
     # Second walk: what flows on.
     grad_even = tl.zeros([TILE, HALF], tl.float32)
     grad_odd = tl.zeros([TILE, HALF], tl.float32)
-    for part in tl.static_range(DIM // COLS):
+    for part in tl.range(0, DIM // COLS, num_stages=1):
         slope = _load_rows(grad_out_ptr, start, length, out_token, part * COLS, TILE, COLS).to(tl.float32)
         grad_sparse = slope
         if MATCHED:
@@ -313,6 +314,8 @@ def grad_query_kernel(
         lower = tl.trans(_half(summary_ptr, 1, part * COLS, HALF, DIM, COLS, UPCAST))
         grad_even = tl.dot(grad_o, upper, grad_even, input_precision=PRECISION)
         grad_odd = tl.dot(grad_o, lower, grad_odd, input_precision=PRECISION)
+    # Read again rather than kept through the walks.
+    cos, sin = _angles(cos_ptr, sin_ptr, start, length, TILE, HALF)
     grad_even, grad_odd = grad_even * cos + grad_odd * sin, grad_odd * cos - grad_even * sin
     grad_even, grad_odd = _phi_slope(even, odd, phi_even, phi_odd, grad_even, grad_odd, PHI)
     _store_slopes(
