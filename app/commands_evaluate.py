@@ -89,7 +89,7 @@ def evaluate(
     if feature is not None:
         from ..evaluation.distribution import ImageModelFeature
 
-        counts["feature"] = ImageModelFeature(feature, device=shared["device"])
+        counts["feature"] = ImageModelFeature(feature, device=pick_device(device))
     wish = resolve(recipe) if recipe is not None else None
     ours = _Candidate("ours", locate_model(model), wish, steps, guidance)
     teacher = None

@@ -77,7 +77,7 @@ class Engine:
 
             self._load = load
         start = time.perf_counter()
-        settings = {} if self.offload == "none" else {"offload": self.offload, "size": self.size}
+        settings: dict[str, Any] = {} if self.offload == "none" else {"offload": self.offload, "size": self.size}
         pipe = self._load(self.model, device=self.device, **settings)
         pipe.set_progress_bar_config(disable=True)
         state = state_of(pipe)

@@ -200,9 +200,8 @@ class BatchReader:
         following = (step, micro + 1) if micro + 1 < self._micro else (step + 1, 0)
         self._ahead = (following, self._pool.submit(self._read, *following))
         draws = Draws(self._seed, self.positions(step, micro), self._device)
-        latents, embeds, image_latents, image_embeds, negative = (
-            None if tensor is None else tensor.to(self._device) for tensor in (*read, self._negative)
-        )
+        latents, embeds, negative = (tensor.to(self._device) for tensor in (*read[:2], self._negative))
+        image_latents, image_embeds = (None if tensor is None else tensor.to(self._device) for tensor in read[2:])
         if self._drop and self._config.prompt_dropout > 0:
             dropped = draws.uniform("prompt-dropout") < self._config.prompt_dropout
             embeds = torch.where(dropped[:, None, None], negative, embeds)

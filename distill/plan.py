@@ -87,8 +87,14 @@ def count_passes(config: DistillConfig, boundary: float | None = None) -> Passes
             before = student.trained + critic.trained
             method.loss(role, roles, batch, step)
             most = max(most, student.trained + critic.trained - before)
-    counts = (student.plain, student.trained, teacher.plain, critic.plain, critic.trained)
-    return Passes(*(count / cycle for count in counts), open=most)
+    return Passes(
+        student.plain / cycle,
+        student.trained / cycle,
+        teacher.plain / cycle,
+        critic.plain / cycle,
+        critic.trained / cycle,
+        most,
+    )
 
 
 @dataclass(frozen=True)
