@@ -14,12 +14,15 @@ from .console import check_writable, dump_json, quiet_loading, require_at_least,
 from .model_folder import locate_model
 
 SPEED_ROUNDS = 3
+NUM_CAPTIONS = 64
 
 
 def evaluate(
     recipe: str | None = typer.Option(None, "--recipe", help="Preset name or recipe file; default: the model's own."),
     model: str | None = typer.Option(None, "--model", help="Model folder; default: the embedded tiny model."),
-    captions: int = typer.Option(64, "--captions", help="Held-out captions for the accuracy."),
+    captions: int | None = typer.Option(
+        None, "--captions", help="Held-out captions for the accuracy, 64 by default; with --prompts, its first lines."
+    ),
     seeds: int = typer.Option(8, "--seeds", help="Clips per caption for the diversity."),
     diversity_captions: int = typer.Option(8, "--diversity-captions", help="Captions for the diversity; 0: skip it."),
     prompts: Path | None = typer.Option(
@@ -78,9 +81,12 @@ def evaluate(
     }  # fmt: skip
     counts: dict[str, Any] = {"batch_size": batch_size}
     if texts_given is not None:
-        texts_given = texts_given[:captions]
+        if captions is not None and captions > len(texts_given):
+            raise ValueError(f"captions: got {captions}; must be at most {len(texts_given)}, the prompts of {prompts}")
+        texts_given = texts_given[:captions]  # all of them where no number is asked for
         counts |= {"prompts": texts_given, "diversity_prompts": min(diversity_captions, len(texts_given))}
     else:
+        captions = NUM_CAPTIONS if captions is None else captions
         counts["num_captions"] = captions
         if not image_to_video:
             counts["diversity_captions"] = min(diversity_captions, captions)

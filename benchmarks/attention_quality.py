@@ -346,9 +346,7 @@ def draw_kept_blocks(maps: Any, layer: int, path: Path) -> Path:
 
 
 def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, np.atleast_1d(figure.subplots(rows, columns)).ravel()

@@ -57,11 +57,9 @@ def spread(values: Sequence[float | None]) -> str:
 
 
 def _figure(columns: int = 1) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.5 * columns, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, np.atleast_1d(figure.subplots(1, columns)).ravel()
 
 

@@ -72,7 +72,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 def draw_curves(log: Path, picture: Path) -> Path | None:
     """One panel per logged value over the steps, raw and smoothed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = read_log(log)
@@ -82,7 +81,6 @@ def draw_curves(log: Path, picture: Path) -> Path | None:
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = np.atleast_1d(figure.subplots(rows, columns)).ravel()
     for panel, name in zip(panels, names, strict=False):
         points = [(r["step"], r[name]) for r in records if name in r]

@@ -142,8 +142,7 @@ def evaluate(
     if not 0 <= diversity_captions <= num_captions:
         raise ValueError(f"diversity_captions: got {diversity_captions}; must be from 0 to num_captions={num_captions}")
     captions = [c for _, c in held_out_captions(num_captions)]
-    jobs = [(c.text, i) for i, c in enumerate(captions)]
-    jobs += [(c.text, DIVERSITY_FIRST_SEED + s) for c in captions[:diversity_captions] for s in range(diversity_seeds)]
+    jobs = _jobs([c.text for c in captions], diversity_captions, diversity_seeds)
     detections, features, motion = [], [], []
     for clip in _clips(make_clips, jobs, batch_size, progress):
         detections.append(detect(clip))
@@ -188,8 +187,7 @@ def evaluate_prompts(
     _require_positive(prompts=len(prompts), batch_size=batch_size, diversity_seeds=diversity_seeds)
     if not 0 <= diversity_prompts <= len(prompts):
         raise ValueError(f"diversity_prompts: got {diversity_prompts}; must be from 0 to {len(prompts)}, the prompts")
-    jobs = [(prompt, i) for i, prompt in enumerate(prompts)]
-    jobs += [(p, DIVERSITY_FIRST_SEED + s) for p in prompts[:diversity_prompts] for s in range(diversity_seeds)]
+    jobs = _jobs(prompts, diversity_prompts, diversity_seeds)
     features, motion = [], []
     for clip in _clips(make_clips, jobs, batch_size, progress):
         features.append(feature(clip))
@@ -257,6 +255,12 @@ def _checked(clips: Sequence[np.ndarray], expected: int) -> Sequence[np.ndarray]
     if len(clips) != expected:
         raise ValueError(f"make_clips: got {len(clips)} clips; must be {expected}, one for each prompt")
     return clips
+
+
+def _jobs(prompts: Sequence[str], num_varied: int, num_seeds: int) -> list[tuple[str, int]]:
+    """Every prompt with a seed of its own, then the first `num_varied` with `num_seeds` further ones each."""
+    jobs = [(prompt, seed) for seed, prompt in enumerate(prompts)]
+    return jobs + [(p, DIVERSITY_FIRST_SEED + s) for p in prompts[:num_varied] for s in range(num_seeds)]
 
 
 def _clips(

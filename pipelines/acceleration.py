@@ -165,7 +165,7 @@ def accelerate(
         raise ConfigError(f"pipeline: got {type(pipe).__name__} without a transformer; must be a Wan pipeline")
     _check_boundary(pipe, recipe)
     if branch_state is None and recipe.attention.branch != "none":
-        branch_state = pipe.__dict__.get(_BRANCHES)
+        branch_state = branches_of(pipe)
     unknown = sorted(set(hot_channels or {}) - set(experts))
     require(not unknown, "hot_channels", unknown, f"by denoiser: {', '.join(experts)}")
     foreign = sorted(set(branch_state or {}) ^ set(experts)) if branch_state is not None else []

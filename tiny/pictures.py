@@ -17,14 +17,12 @@ from .dataset import held_out_captions, render, sample_scene
 
 def loss_curve(log: Path, picture: Path, *, key: str) -> None:
     """Plot one logged value over the steps, raw and smoothed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     points = {r["step"]: r[key] for r in records if key in r}  # a resumed run logs some steps again: keep the last
     steps, values = np.array(sorted(points)), np.array([points[s] for s in sorted(points)])
     figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.plot(steps, values, alpha=0.3, label="logged")
     width = max(1, len(values) // 30)

@@ -69,6 +69,7 @@ def test_the_command_line_takes_prompts_and_a_picture_model(tiny_pipeline, tmp_p
     for wrong, message in (
         (["--image-to-video"], "image_to_video"),
         (["--prompts", str(tmp_path / "x")], "prompts: got"),
+        (["--captions", "3"], "captions: got 3; must be at most 2"),
     ):
         refused = CliRunner().invoke(app, ["evaluate", *map(str, options), *wrong])
         assert refused.exit_code == 2 and message in refused.stderr
