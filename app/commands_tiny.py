@@ -19,11 +19,7 @@ class Stage(str, enum.Enum):
 
     all = "all"
     vae = "vae"
-    decoder = "decoder"
-    sharper = "sharper"
     teacher = "teacher"
-    longer = "longer"
-    forms = "forms"
     grid = "grid"
     export = "export"
 

@@ -14,7 +14,7 @@ import torch.nn.functional as functional
 
 from ..tiny.dataset import BACKGROUND_COLORS, COLORS, PATTERN_CONTRAST
 
-SMALLEST_RADIUS = 0.095
+SMALLEST_RADIUS = 0.12
 """Below every shape of the world, in shorter sides."""
 COLOR_TOLERANCE = 0.30
 """Largest RGB distance (channels in [0, 1]) at which a pixel still counts as a palette colour."""

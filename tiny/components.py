@@ -5,7 +5,7 @@
 | tokenizer | `PreTrainedTokenizerFast`, one token per word, unknown words become `<unk>` | 31 words |
 | text encoder | `UMT5EncoderModel`, 2 layers of width 128 | 0.3 M |
 | transformer | `WanTransformer3DModel`, 6 layers, 3 heads of 64, patch (1, 2, 2) | 3.4 M |
-| VAE | `AutoencoderKLWan` in its Wan 2.2 form, stride 4 x 4 x 4, 4 latent channels | 1.2 M |
+| VAE | `AutoencoderKLWan` in its Wan 2.2 form, stride 4 x 8 x 8, 4 latent channels | 1.2 M |
 
 It is conditioned as Wan 2.2 TI2V is (`expand_timesteps`): one time per token, so that the same weights serve
 `WanPipeline` and, with the first latent frame kept clean, `WanImageToVideoPipeline`.
@@ -19,11 +19,11 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from .dataset import vocabulary
+from .latents import LATENT_CHANNELS, SPATIAL_STRIDE, TEMPORAL_STRIDE
 
 SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 NUM_FRAMES = 17
 FPS = 8
-LATENT_CHANNELS = 4
 TEXT_WIDTH = 128
 FLOW_SHIFT = 3.0
 
@@ -69,19 +69,20 @@ def build_text_encoder() -> UMT5EncoderModel:
 
 
 def build_vae() -> AutoencoderKLWan:
-    """A Wan 2.2 style video autoencoder of stride 4 x 4 x 4, randomly initialised."""
+    """A Wan 2.2 style video autoencoder of stride 4 x 8 x 8 (frames, height, width), randomly initialised."""
     return AutoencoderKLWan(
         base_dim=16,
-        decoder_base_dim=16,
+        decoder_base_dim=24,
         z_dim=LATENT_CHANNELS,
         dim_mult=[1, 2, 2],
         num_res_blocks=1,
         temperal_downsample=[True, True],
         is_residual=True,
-        in_channels=3,
-        out_channels=3,
-        scale_factor_temporal=4,
-        scale_factor_spatial=4,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_temporal=TEMPORAL_STRIDE,
+        scale_factor_spatial=SPATIAL_STRIDE,
         latents_mean=[0.0] * LATENT_CHANNELS,
         latents_std=[1.0] * LATENT_CHANNELS,
     ).eval()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-SIZES: dict[str, float] = {"small": 0.1325, "large": 0.1925}
+SIZES: dict[str, float] = {"small": 0.16, "large": 0.24}
 COLORS: dict[str, tuple[float, float, float]] = {
     "red": (0.90, 0.12, 0.12),
     "green": (0.10, 0.72, 0.20),
@@ -54,10 +54,10 @@ SCENE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
 }
 ATTRIBUTES: dict[str, tuple[str, ...]] = SHAPE_ATTRIBUTES | SCENE_ATTRIBUTES
 
-LATTICE = 16
-"""Starts are whole sixteenths of a side; in the time of one latent frame a shape moves by halves of one."""
-TRAVELS = {"linear": (0.25, 0.375), "bouncing": (0.25, 0.375), "circling": (0.125, 0.1875)}
-TURN_STARTS = 8
+LATTICE = 8
+"""Starts are whole eighths of a side; in the time of one latent frame a shape moves by half of one, or one."""
+TRAVELS = {"linear": 0.25, "bouncing": 0.25, "circling": 0.125}
+TURN_STARTS = 2
 """Directions in which a circling shape's path may begin."""
 
 DROP_PROBABILITY = 0.3
@@ -154,7 +154,7 @@ def _draw_scene(rng: np.random.Generator) -> Scene | None:
     specs = [(str(rng.choice(list(SIZES))), str(c), str(rng.choice(SHAPES)), str(rng.choice(MOTIONS))) for c in colors]
     background = str(rng.choice(list(BACKGROUND_COLORS)))
     pattern = str(rng.choice(PATTERNS))
-    phase = (float(rng.integers(4)) / 2, float(rng.integers(4)) / 2)
+    phase = (float(rng.integers(2)), 0.0)  # which of the two tones comes first
     for _ in range(60):  # paths that stay in the frame and never let two shapes touch
         shapes = tuple(_draw_shape(rng, *spec) for spec in specs)
         if num_shapes == 1 or not _touch(shapes[0], shapes[1]):
@@ -165,7 +165,7 @@ def _draw_scene(rng: np.random.Generator) -> Scene | None:
 def _draw_shape(rng: np.random.Generator, size: str, color: str, shape: str, motion: str) -> MovingShape:
     radius = SIZES[size]
     left, right, up, down = (e * radius + 0.01 for e in EXTENTS[shape])
-    travel = float(rng.choice(TRAVELS.get(motion, TRAVELS["linear"])))
+    travel = TRAVELS.get(motion, TRAVELS["linear"])
     reach = {  # how far the path leads from its start: left, right, up, down
         "left": (travel, 0, 0, 0),
         "right": (0, travel, 0, 0),

@@ -1,13 +1,9 @@
 """The shipped weights from nothing, in resumable stages.
 
-    vae      the video autoencoder                                          -> OUTPUT/vae
-    decoder  its decoder alone, for sharper shapes in the same latents      -> OUTPUT/decoder
-    sharper  the same once more, on windows that all hold a shape           -> OUTPUT/sharper
-    teacher  denoiser and text encoder at 64 x 64 x 17, 320 tokens          -> OUTPUT/teacher
-    longer   the same, trained once more with a schedule of its own         -> OUTPUT/longer
-    forms    once more, with the loss weighted around the shapes            -> OUTPUT/forms
-    grid     the same weights at 96 x 96 x 17, 720 tokens                   -> OUTPUT/grid
-    export   the pipeline in diffusers layout, bf16, with its defaults      -> OUTPUT/checkpoint
+    vae      the video autoencoder                                           -> OUTPUT/vae
+    teacher  denoiser and text encoder at 128 x 128 x 17, 320 tokens         -> OUTPUT/teacher
+    grid     the same weights at 192 x 192 x 17, 720 tokens                  -> OUTPUT/grid
+    export   the pipeline in diffusers layout, bf16, with its defaults       -> OUTPUT/checkpoint
 
 Each stage picks up its newest complete checkpoint, so the same command continues an interrupted run.
 """
@@ -24,28 +20,17 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from .components import FPS, NUM_FRAMES, build_scheduler, build_text_encoder, build_tokenizer, build_transformer
 from .pictures import loss_curve, reconstruction_sheet, sample_sheet
 from .train_teacher import GridStage, encode_dataset, train_grid
-from .train_vae import train_decoder, train_vae
+from .train_vae import train_vae
 
-Stage = Literal["all", "vae", "decoder", "sharper", "teacher", "longer", "forms", "grid", "export"]
+Stage = Literal["all", "vae", "teacher", "grid", "export"]
 
-VAE_STEPS = 1600
-TEACHER = GridStage(
-    "teacher", size=64, num_clips=12288, num_steps=3700, batch_size=16, muon_lr=2e-3, adamw_lr=1.5e-3, shift=3.0
-)
-LONGER = GridStage("longer", 64, 12288, 4600, 16, muon_lr=1.5e-3, adamw_lr=1.1e-3, shift=3.0, decay_share=0.5)
-FORMS = GridStage(
-    "forms", 64, 6144, 2600, 16, muon_lr=1.5e-3, adamw_lr=1.1e-3, shift=3.0, decay_share=0.5, first_frame_share=0.3,
-    shape_weight=5.0,
-)  # fmt: skip
-GRID = GridStage("grid", 96, 4096, 1000, 8, muon_lr=8e-4, adamw_lr=6e-4, shift=3.0, decay_share=0.6)
-DECODER_STEPS = 600
-SHARPER_STEPS = 700
+VAE_STEPS = 1500
+TEACHER = GridStage("teacher", 128, 8192, 5600, 16, muon_lr=2.5e-3, adamw_lr=1.5e-3, shift=3.0, decay_share=0.45)
+GRID = GridStage("grid", 192, 4096, 1000, 8, muon_lr=8e-4, adamw_lr=6e-4, shift=3.0, decay_share=0.6)
 QUICK_VAE_STEPS = 10
 QUICK = {
-    "teacher": GridStage("teacher", 32, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
-    "longer": GridStage("longer", 32, 16, 10, 4, 1.5e-3, 1.1e-3, 3.0),
-    "forms": GridStage("forms", 32, 16, 10, 4, 1.5e-3, 1.1e-3, 3.0, shape_weight=5.0),
-    "grid": GridStage("grid", 48, 8, 10, 2, 7e-4, 5e-4, 4.0),
+    "teacher": GridStage("teacher", 64, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
+    "grid": GridStage("grid", 96, 8, 10, 2, 7e-4, 5e-4, 3.0),
 }
 
 
@@ -77,40 +62,12 @@ def _train_vae(output: Path, quick: bool, compile_kernels: bool) -> Path:
     folder = output / "vae"
     vae.save_pretrained(folder / "model")
     loss_curve(folder / "log.jsonl", folder / "psnr.png", key="psnr_db")
-    reconstruction_sheet(vae, folder / "reconstruction.png", size=32 if quick else 96)
+    reconstruction_sheet(vae, folder / "reconstruction.png", size=64 if quick else 192)
     return folder
 
 
-def _train_decoder(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _improve_decoder(output, "decoder", "vae", QUICK_VAE_STEPS if quick else DECODER_STEPS, compile_kernels)
-
-
-def _train_sharper(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _improve_decoder(output, "sharper", "decoder", QUICK_VAE_STEPS if quick else SHARPER_STEPS, compile_kernels)
-
-
-def _improve_decoder(output: Path, name: str, start_from: str, steps: int, compile_kernels: bool) -> Path:
-    vae = train_decoder(
-        output,
-        _load_vae(output, start_from),
-        num_steps=steps,
-        name=name,
-        all_near=name == "sharper",
-        compile_kernels=compile_kernels,
-    )
-    folder = output / name
-    vae.save_pretrained(folder / "model")
-    loss_curve(folder / "log.jsonl", folder / "psnr.png", key="psnr_db")
-    reconstruction_sheet(vae, folder / "reconstruction.png", size=32 if steps == QUICK_VAE_STEPS else 96)
-    return folder
-
-
-def _load_vae(output: Path, stage: str | None = None) -> AutoencoderKLWan:
-    """The autoencoder of a stage; by default of the latest one that was run (all share their latents)."""
-    if stage is None:
-        found = (name for name in ("sharper", "decoder", "vae") if (output / name / "model").is_dir())
-        stage = next(found, "vae")
-    folder = output / stage / "model"
+def _load_vae(output: Path) -> AutoencoderKLWan:
+    folder = output / "vae" / "model"
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: the vae stage has not been run")
     return AutoencoderKLWan.from_pretrained(folder).eval()
@@ -129,9 +86,8 @@ def _load_denoiser(output: Path, stage: str) -> tuple[torch.nn.Module, torch.nn.
 def _train_denoiser(output: Path, stage: GridStage, start_from: str | None, compile_kernels: bool) -> Path:
     vae = _load_vae(output)
     start = None if start_from is None else _load_denoiser(output, start_from)
-    latents = encode_dataset(
-        vae, output / f"latents_{stage.size}.safetensors", size=stage.size, num_clips=stage.num_clips
-    )
+    path = output / f"latents_{stage.size}.safetensors"
+    latents = encode_dataset(path, size=stage.size, num_clips=stage.num_clips)
     transformer, text_encoder = train_grid(output, stage, latents, start, compile_blocks=compile_kernels)
     folder = output / stage.name
     transformer.save_pretrained(folder / "model" / "transformer")
@@ -146,16 +102,8 @@ def _train_teacher(output: Path, quick: bool, compile_kernels: bool) -> Path:
     return _train_denoiser(output, QUICK["teacher"] if quick else TEACHER, None, compile_kernels)
 
 
-def _train_longer(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _train_denoiser(output, QUICK["longer"] if quick else LONGER, "teacher", compile_kernels)
-
-
-def _train_forms(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _train_denoiser(output, QUICK["forms"] if quick else FORMS, "longer", compile_kernels)
-
-
 def _train_larger_grid(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _train_denoiser(output, QUICK["grid"] if quick else GRID, "forms", compile_kernels)
+    return _train_denoiser(output, QUICK["grid"] if quick else GRID, "teacher", compile_kernels)
 
 
 def _assemble(vae: AutoencoderKLWan, transformer: torch.nn.Module, text_encoder: torch.nn.Module) -> WanPipeline:
@@ -210,11 +158,7 @@ def _to_bfloat16(module: torch.nn.Module) -> None:
 
 _STAGES = {
     "vae": _train_vae,
-    "decoder": _train_decoder,
-    "sharper": _train_sharper,
     "teacher": _train_teacher,
-    "longer": _train_longer,
-    "forms": _train_forms,
     "grid": _train_larger_grid,
     "export": _export,
 }

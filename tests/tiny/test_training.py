@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from videospark.tiny.components import LATENT_CHANNELS, build_vae
+from videospark.tiny.components import LATENT_CHANNELS
 from videospark.tiny.train import train
 from videospark.tiny.train_teacher import GridStage, train_grid
-from videospark.tiny.train_vae import train_decoder, train_vae
+from videospark.tiny.train_vae import train_vae
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def latents():
 
 
 def _stage(num_steps):
-    return GridStage("teacher", 64, 8, num_steps, 2, 2e-3, 1.5e-3, 3.0, decay_share=1.0)
+    return GridStage("teacher", 128, 8, num_steps, 2, 2e-3, 1.5e-3, 3.0, decay_share=1.0)
 
 
 def test_an_interrupted_run_equals_an_uninterrupted_one(tmp_path, latents, monkeypatch):
@@ -79,18 +79,10 @@ def test_autoencoder_training_improves_and_sets_its_statistics(tmp_path):
     assert (tmp_path / "vae" / "checkpoint.safetensors").is_file()
 
 
-def test_the_decoder_alone_is_trained_and_resumes(tmp_path):
-    torch.manual_seed(0)
-    vae = build_vae()
-    before = {name: tensor.clone() for name, tensor in vae.state_dict().items()}
-    train_decoder(tmp_path / "whole", vae, num_steps=3, batch_size=2, compile_kernels=False)
-    changed = {name.split(".")[0] for name, tensor in vae.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == {"decoder", "post_quant_conv"}
-
-    finished = {name: tensor.clone() for name, tensor in vae.state_dict().items()}
-    vae.load_state_dict(before)
-    train_decoder(tmp_path / "whole", vae, num_steps=3, batch_size=2, compile_kernels=False)
-    assert all(torch.equal(tensor, finished[name]) for name, tensor in vae.state_dict().items())
+def test_autoencoder_training_resumes_to_the_same_weights(tmp_path):
+    whole = train_vae(tmp_path / "whole", num_steps=2, batch_size=2, compile_kernels=False)
+    again = train_vae(tmp_path / "whole", num_steps=2, batch_size=2, compile_kernels=False)  # finished: only read
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
 
 
 def test_stages_name_what_is_missing(tmp_path):
