@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -204,6 +204,17 @@ def _touch(a: MovingShape, b: MovingShape, gap: float = 0.02) -> bool:
     return not bool(apart.all())
 
 
+def moment(scene: Scene, u: float) -> Scene:
+    """The scene as it stands at time `u` in [0, 1]: its first frame is that moment."""
+
+    def at(s: MovingShape) -> MovingShape:
+        x, y = s.positions(1025)[round(u * 1024)]
+        start = s.positions(1)[0] - (s.start_x, s.start_y)  # a circling shape begins away from its centre
+        return replace(s, start_x=float(x - start[0]), start_y=float(y - start[1]))
+
+    return replace(scene, shapes=tuple(at(s) for s in scene.shapes))
+
+
 def signed_distance(shape: str, x: torch.Tensor, y: torch.Tensor, radius: float | torch.Tensor) -> torch.Tensor:
     """Signed distance of points (x, y) to a shape of equivalent radius `radius` at the origin; negative inside."""
     if shape == "circle":
@@ -275,15 +286,17 @@ def write_caption(shapes: tuple[dict[str, str | None], ...], scene: dict[str, st
     return f"{text} on a {' '.join(tail)} background" if tail else text
 
 
-def caption(scene: Scene, seed: int, *, drop_probability: float = DROP_PROBABILITY) -> Caption:
-    """Describe a scene, leaving out each attribute with probability `drop_probability`."""
+def caption(
+    scene: Scene, seed: int, *, drop_probability: float = DROP_PROBABILITY, unsaid: tuple[str, ...] = ()
+) -> Caption:
+    """Describe a scene, leaving out each attribute with probability `drop_probability`, those in `unsaid` always."""
     rng = np.random.default_rng([seed, 7919])
 
-    def keep(value: str) -> str | None:
-        return None if rng.random() < drop_probability else value
+    def keep(name: str, value: str) -> str | None:
+        return None if rng.random() < drop_probability or name in unsaid else value
 
-    shapes = tuple({name: keep(getattr(s, name)) for name in SHAPE_ATTRIBUTES} for s in scene.shapes)
-    said = {name: keep(getattr(scene, name)) for name in SCENE_ATTRIBUTES}
+    shapes = tuple({name: keep(name, getattr(s, name)) for name in SHAPE_ATTRIBUTES} for s in scene.shapes)
+    said = {name: keep(name, getattr(scene, name)) for name in SCENE_ATTRIBUTES}
     return Caption(write_caption(shapes, said), shapes, said)
 
 

@@ -177,9 +177,8 @@ def denoise(
     text: torch.Tensor,
     text_bias: torch.Tensor | None,
     table: torch.Tensor,
-    tap: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Velocity of `latents` `[B, C, F, h, w]`, and the tokens `[B, L, D]` after the first `tap` blocks if asked for.
+) -> torch.Tensor:
+    """Velocity of `latents` `[B, C, F, h, w]`.
 
     Args:
         frame_times: network time in [0, 1000] of each latent frame, `[B, F]`.
@@ -199,15 +198,12 @@ def denoise(
     modulation = embedder.time_proj(F.silu(time)).unflatten(-1, (6, -1)).float()
     text = embedder.text_embedder(text)
 
-    tapped = None
-    for index, block in enumerate(transformer.blocks, 1):
+    for block in transformer.blocks:
         x = _block(block, x, text, text_bias, modulation, table)
-        if index == tap:
-            tapped = x
 
     shift, scale = (transformer.scale_shift_table[:, None] + time.float()[:, :, None]).unbind(2)
     x = F.layer_norm(x, x.shape[-1:], eps=transformer.norm_out.eps).unflatten(1, (frames // p_t, -1))
     x = (x * (1 + scale[:, :, None]) + shift[:, :, None]).flatten(1, 2)
     x = transformer.proj_out(x)
     x = x.reshape(batch, frames // p_t, height // p_h, width // p_w, p_t, p_h, p_w, -1)
-    return x.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(batch, -1, frames, height, width), tapped
+    return x.permute(0, 7, 1, 4, 2, 5, 3, 6).reshape(batch, -1, frames, height, width)

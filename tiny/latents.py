@@ -1,9 +1,10 @@
-"""What the tiny autoencoder's latents hold: averages over 8 x 8 pixels and four frames, and how they change in time.
+"""What the tiny autoencoder's latents hold: mean colours, how they change in time, and what they belong to.
 
-An autoencoder that is free to choose its latents packs pixels into codes that a small denoiser learns slowly: a network
-that is told all that a clip shows still missed 14 % of such codes' variance after 1,500 steps, and 2 % of averages'.
-So the encoder is taught these averages, and the decoder, which sees shapes of a few cells with exact averages, to draw
-what they stand for.
+An autoencoder that is free to choose its latents packs pixels into codes that a small denoiser learns slowly. Given mean
+colours alone, denoisers of this size learned colours and backgrounds and drew shapes as smears: what makes a square a
+square lies in a few cells at its edge, and is decided late. So form and size are latents of their own, which are as
+plain as a colour is, all over a disc where a shape is; the encoder is taught to see them, as autoencoders of large
+models are held to the features of a vision network (VA-VAE, arXiv 2501.01423), and the decoder to draw from them.
 
 Shapes: B batch, F frames, T = 1 + (F - 1) / 4 latent frames; the first frame stands alone, as in Wan.
 """
@@ -15,32 +16,63 @@ import functools
 import torch
 import torch.nn.functional as functional
 
-from .dataset import render, sample_scene
+from .dataset import SHAPES, SIZES, Scene, coverage, render, sample_scene
 
 SPATIAL_STRIDE = 8
 TEMPORAL_STRIDE = 4
-LATENT_CHANNELS = 4
+LATENT_CHANNELS = 8
 NUM_STATISTICS_CLIPS = 64
 STATISTICS_SIZE = 128
+FORM_CODES = torch.tensor([[1.0, 1.0, 1.0], [1.0, -1.0, -1.0], [-1.0, 1.0, -1.0], [-1.0, -1.0, 1.0]])
+"""One corner of a tetrahedron for each shape: all are equally far apart."""
+FORM_SCALE = 1.5
+"""Value of a form's latents where a shape is, once normalised."""
 
 
-def space_time_averages(video: torch.Tensor) -> torch.Tensor:
-    """The latents of `video` `[B, 3, F, H, W]` in [-1, 1], before normalisation: `[B, 4, T, H / 8, W / 8]`.
+def space_time_means(video: torch.Tensor) -> torch.Tensor:
+    """Means over cells of 8 x 8 pixels and four frames: `[B, C, F, H, W]` -> `[B, C, T, H / 8, W / 8]`."""
+    first, rest = _cells(video)
+    return torch.cat([first, rest.mean(2)], dim=1).transpose(1, 2)
 
-    Channels 0 to 2 are the mean colour of a cell, channel 3 its brightness' change over the four frames: the
-    projection on (-3, -1, 1, 3) / sqrt(20), scaled as the mean is. A single first frame has no change.
-    """
+
+def _cells(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cell means of the first frame `[B, 1, C, h, w]` and of the rest, `[B, T - 1, 4, C, h, w]`."""
     batch = video.shape[0]
     cells = functional.avg_pool2d(video.transpose(1, 2).flatten(0, 1), SPATIAL_STRIDE).unflatten(0, (batch, -1))
-    first, rest = (
-        cells[:, :1],
-        cells[:, 1:].unflatten(1, (-1, TEMPORAL_STRIDE)),
-    )  # [B, 1, 3, h, w], [B, T - 1, 4, 3, h, w]
-    mean = torch.cat([first, rest.mean(2)], dim=1)
+    return cells[:, :1], cells[:, 1:].unflatten(1, (-1, TEMPORAL_STRIDE))
+
+
+def brightness_change(video: torch.Tensor) -> torch.Tensor:
+    """How a cell's brightness changes over its four frames, `[B, 1, T, H / 8, W / 8]`.
+
+    It is the projection on (-3, -1, 1, 3) / sqrt(20), scaled as the mean is; a single first frame has no change.
+    """
+    first, rest = _cells(video)
     wave = torch.tensor([-3.0, -1.0, 1.0, 3.0]).view(-1, 1, 1, 1) / (2 * 20**0.5)
     change = (rest * wave).sum(2).mean(2, keepdim=True)
-    change = torch.cat([torch.zeros_like(first[:, :, :1]), change], dim=1)
-    return torch.cat([mean, change], dim=2).transpose(1, 2)
+    return torch.cat([torch.zeros_like(first[:, :, :1]), change], dim=1).transpose(1, 2)
+
+
+def form_video(scene: Scene, *, num_frames: int, height: int, width: int) -> torch.Tensor:
+    """What each pixel belongs to, `[1, 4, F, H, W]`: the form's code and +1 or -1 for the size, over a shape's disc.
+
+    The disc has the shape's area; outside of all discs everything is 0.
+    """
+    video = torch.zeros(4, num_frames, height, width)
+    for shape in scene.shapes:
+        size = 1.0 if shape.size == max(SIZES, key=SIZES.__getitem__) else -1.0
+        code = torch.cat([FORM_CODES[SHAPES.index(shape.shape)], torch.tensor([size])])
+        disc = coverage("circle", shape.radius, shape.positions(num_frames), height, width)
+        video += code.view(-1, 1, 1, 1) * disc
+    return video[None]
+
+
+def scene_latents(video: torch.Tensor, forms: torch.Tensor) -> torch.Tensor:
+    """Latents before normalisation, `[B, 8, T, H / 8, W / 8]`, of clips `[B, 3, F, H, W]` in [-1, 1] and their forms.
+
+    Channels 0 to 2 are the mean colour of a cell, 3 its change of brightness, 4 to 6 the form, 7 the size.
+    """
+    return torch.cat([space_time_means(video), brightness_change(video), space_time_means(forms)], dim=1)
 
 
 @functools.cache
@@ -52,14 +84,16 @@ def latent_statistics() -> tuple[list[float], list[float]]:
     rows = []
     for seed in range(NUM_STATISTICS_CLIPS):
         clip = render(sample_scene(seed), num_frames=17, height=STATISTICS_SIZE, width=STATISTICS_SIZE)
-        rows.append(space_time_averages(clip.permute(3, 0, 1, 2)[None].float() / 127.5 - 1))
-    values = torch.cat(rows).transpose(0, 1).flatten(1)
-    mean, scale = values.mean(1), values.std(1)
-    mean[3], scale[3] = 0.0, scale[:3].mean()
-    return [round(v, 4) for v in mean.tolist()], [round(v, 4) for v in scale.tolist()]
+        rows.append(space_time_means(clip.permute(3, 0, 1, 2)[None].float() / 127.5 - 1))
+    colors = torch.cat(rows).transpose(0, 1).flatten(1)
+    mean, scale = colors.mean(1).tolist(), colors.std(1).tolist()
+    forms = LATENT_CHANNELS - len(mean) - 1
+    mean += [0.0] * (1 + forms)
+    scale += [sum(scale) / len(scale)] + [1 / FORM_SCALE] * forms
+    return [round(v, 4) for v in mean], [round(v, 4) for v in scale]
 
 
 def normalise(latents: torch.Tensor) -> torch.Tensor:
-    """Latents of `space_time_averages` as the denoiser sees them."""
+    """Latents of `scene_latents` as the denoiser sees them."""
     mean, scale = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in latent_statistics())
     return (latents - mean) / scale

@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 from . import fast_forward
 from .components import NUM_FRAMES, build_text_encoder, build_tokenizer, build_transformer
 from .dataset import caption, render, sample_scene
-from .latents import normalise, space_time_averages
-from .scene_probe import SceneProbe, scene_targets
+from .latents import form_video, normalise, scene_latents
 from .training_state import AveragedWeights, Optimizers, StageFolder
 
 TEXT_SLOTS = 24
@@ -54,10 +53,10 @@ class GridStage:
     first_frame_share: float = 0.5
 
 
-def encode_dataset(path: Path, *, size: int, num_clips: int) -> torch.Tensor:
+def encode_dataset(path: Path, *, size: int, num_clips: int, num_frames: int = NUM_FRAMES) -> torch.Tensor:
     """Normalised latents of the first `num_clips` training clips, bf16 `[N, C, F, h, w]`; kept in `path`.
 
-    They are the averages that the encoder was taught, without the encoder's small error.
+    They are what the encoder is taught, without its small error. With `num_frames` 1 each is a moment of a clip.
     """
     if path.exists():
         with safe_open(path, "pt") as handle:
@@ -65,9 +64,12 @@ def encode_dataset(path: Path, *, size: int, num_clips: int) -> torch.Tensor:
                 return load_file(path)["latents"]
     rows = []
     for seed in range(num_clips):
-        clip = render(sample_scene(seed), num_frames=NUM_FRAMES, height=size, width=size)
-        video = clip.permute(3, 0, 1, 2)[None].float() / 127.5 - 1
-        rows.append(normalise(space_time_averages(video)).bfloat16())
+        scene = sample_scene(seed)
+        if num_frames == 1:
+            scene = moment(scene, float(np.random.default_rng([seed, 3]).random()))
+        shape = {"num_frames": num_frames, "height": size, "width": size}
+        video = render(scene, **shape).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+        rows.append(normalise(scene_latents(video, form_video(scene, **shape))).bfloat16())
     latents = torch.cat(rows).contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
@@ -93,8 +95,6 @@ def encode_captions(
     return states, torch.cat([bias, pads.clamp(min=1).float().log()[:, None]], dim=1)
 
 
-PROBED_BLOCKS = 4
-PROBE_WEIGHT = 0.05
 QUIET_QUERY = 3.0
 """Size of the queries' constant part against the rest, at the start."""
 QUIET_KEY = 0.25
@@ -195,8 +195,7 @@ def train_grid(
     if start is None:
         local_heads(transformer)
         quiet_padding(transformer, text_encoder, tokenizer)
-    probe = SceneProbe(transformer.config.num_attention_heads * transformer.config.attention_head_dim)
-    model = nn.ModuleDict({"transformer": transformer, "text_encoder": text_encoder, "probe": probe}).train()
+    model = nn.ModuleDict({"transformer": transformer, "text_encoder": text_encoder}).train()
     hidden = (".blocks.", ".encoder.block.")
     matrices = [
         p
@@ -217,7 +216,7 @@ def train_grid(
     step = 0
     if (found := folder.load()) is not None:
         step, tensors, optimizer_state = found
-        model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")}, strict=False)
+        model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
         average.values = {k[4:]: v for k, v in tensors.items() if k.startswith("ema.")}
         optimizers.load_state_dict(optimizer_state)
 
@@ -232,7 +231,7 @@ def train_grid(
         average.update(model, step)
         step += 1
         if step % 10 == 0:
-            folder.log(step, total=float(loss.detach()), grad_norm=norm, **parts)
+            folder.log(step, loss=float(loss.detach()), grad_norm=norm, **parts)
         if step % 100 == 0 or step == stage.num_steps:
             tensors = {f"model.{k}": p.detach() for k, p in model.named_parameters()}
             folder.save(step, tensors | {f"ema.{k}": v for k, v in average.values.items()}, optimizers.state_dict())
@@ -251,10 +250,11 @@ def _loss(stage, step, latents, tokenizer, model, denoise, table):
     s = torch.as_tensor(sigma)
     noisy = torch.lerp(clean, noise, s[:, None, :, None, None])
 
-    scenes, texts = [sample_scene(int(i)) for i in index], []
-    for scene in scenes:
-        # A new caption for the clip each time it is seen: what is dropped changes.
-        words = caption(scene, int(rng.integers(1 << 30))).text.split()
+    texts = []
+    for i in index:
+        # A new caption for the clip each time it is seen: what is dropped changes. A still says nothing of motion.
+        scene, said = sample_scene(int(i)), int(rng.integers(1 << 30))
+        words = caption(scene, said, unsaid=("motion",) if frames == 1 else ()).text.split()
         words = ["unknown" if rng.random() < UNKNOWN_WORD_PROBABILITY else w for w in words]
         texts.append("" if rng.random() < CAPTION_DROPOUT else " ".join(words))
     lengths = np.exp(rng.uniform(np.log(TEXT_SLOTS + 1), np.log(PIPELINE_SLOTS), batch)).astype(int)
@@ -262,9 +262,7 @@ def _loss(stage, step, latents, tokenizer, model, denoise, table):
 
     with torch.autocast("cpu", torch.bfloat16):
         text, bias = encode_captions(tokenizer, model["text_encoder"], texts, lengths)
-        velocity, hidden = denoise(model["transformer"], noisy, s * 1000, text, bias, table, PROBED_BLOCKS)
-    side = round((table.shape[1] // frames) ** 0.5)
-    answers = model["probe"].loss(hidden, scene_targets(scenes, NUM_FRAMES, frames, side))
+        velocity = denoise(model["transformer"], noisy, s * 1000, text, bias, table)
     scored = torch.ones(batch, frames)
     scored[torch.as_tensor(keeps_first), 0] = 0
     squared = (velocity.float() - (noise - clean)).square().mean(1)
@@ -274,4 +272,4 @@ def _loss(stage, step, latents, tokenizer, model, denoise, table):
     kept = torch.as_tensor(keeps_first)
     halves = {"loss_text": per_clip[~kept], "loss_image": per_clip[kept]}
     parts = {name: float(values.mean()) for name, values in halves.items() if len(values)}
-    return loss + PROBE_WEIGHT * answers, parts | {"probe": float(answers.detach())}
+    return loss, parts
