@@ -19,6 +19,7 @@ class Stage(str, enum.Enum):
 
     all = "all"
     vae = "vae"
+    stills = "stills"
     teacher = "teacher"
     grid = "grid"
     export = "export"

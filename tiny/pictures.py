@@ -56,7 +56,13 @@ def reconstruction_sheet(vae: AutoencoderKLWan, picture: Path, *, size: int, num
 
 
 def sample_sheet(
-    pipe: WanPipeline, picture: Path, *, size: int, num_inference_steps: int = 16, num_clips: int = 6
+    pipe: WanPipeline,
+    picture: Path,
+    *,
+    size: int,
+    num_inference_steps: int = 16,
+    num_clips: int = 6,
+    num_frames: int = NUM_FRAMES,
 ) -> list[str]:
     """Samples of held-out captions, one row each; returns the captions."""
     prompts = [words.text for _, words in held_out_captions(num_clips)]
@@ -64,7 +70,7 @@ def sample_sheet(
         prompts,
         height=size,
         width=size,
-        num_frames=NUM_FRAMES,
+        num_frames=num_frames,
         num_inference_steps=num_inference_steps,
         guidance_scale=3.0,
         max_sequence_length=32,

@@ -1,7 +1,8 @@
 """The shipped weights from nothing, in resumable stages.
 
     vae      the video autoencoder                                           -> OUTPUT/vae
-    teacher  denoiser and text encoder at 128 x 128 x 17, 320 tokens         -> OUTPUT/teacher
+    stills   denoiser and text encoder on single frames of 128 x 128         -> OUTPUT/stills
+    teacher  the same weights at 128 x 128 x 17, 320 tokens                  -> OUTPUT/teacher
     grid     the same weights at 192 x 192 x 17, 720 tokens                  -> OUTPUT/grid
     export   the pipeline in diffusers layout, bf16, with its defaults       -> OUTPUT/checkpoint
 
@@ -20,15 +21,30 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from .components import FPS, NUM_FRAMES, build_scheduler, build_text_encoder, build_tokenizer, build_transformer
 from .pictures import loss_curve, reconstruction_sheet, sample_sheet
 from .train_teacher import GridStage, encode_dataset, train_grid
-from .train_vae import train_vae
+from .train_vae import WINDOW, train_vae
 
-Stage = Literal["all", "vae", "teacher", "grid", "export"]
+Stage = Literal["all", "vae", "stills", "teacher", "grid", "export"]
 
 VAE_STEPS = 1500
-TEACHER = GridStage("teacher", 128, 8192, 5600, 16, muon_lr=2.5e-3, adamw_lr=1.5e-3, shift=3.0, decay_share=0.45)
-GRID = GridStage("grid", 192, 4096, 1000, 8, muon_lr=8e-4, adamw_lr=6e-4, shift=3.0, decay_share=0.6)
+STILLS = GridStage(
+    "stills",
+    128,
+    32768,
+    500,
+    64,
+    muon_lr=2.5e-3,
+    adamw_lr=1.5e-3,
+    shift=2.0,
+    decay_share=0.4,
+    first_frame_share=0.0,
+    num_frames=1,
+    average_decay=0.995,
+)
+TEACHER = GridStage("teacher", 128, 8192, 3000, 16, muon_lr=2e-3, adamw_lr=1.2e-3, shift=3.0, decay_share=0.5)
+GRID = GridStage("grid", 192, 4096, 1000, 8, muon_lr=8e-4, adamw_lr=6e-4, shift=3.0, decay_share=0.7)
 QUICK_VAE_STEPS = 10
 QUICK = {
+    "stills": GridStage("stills", 64, 32, 20, 8, 2.5e-3, 1.5e-3, 2.0, first_frame_share=0.0, num_frames=1),
     "teacher": GridStage("teacher", 64, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
     "grid": GridStage("grid", 96, 8, 10, 2, 7e-4, 5e-4, 3.0),
 }
@@ -58,7 +74,8 @@ def train(output: Path, stage: Stage = "all", *, quick: bool = False, compile_ke
 
 def _train_vae(output: Path, quick: bool, compile_kernels: bool) -> Path:
     steps = QUICK_VAE_STEPS if quick else VAE_STEPS
-    vae = train_vae(output, num_steps=steps, compile_kernels=compile_kernels)
+    side = 64 if quick else WINDOW
+    vae = train_vae(output, num_steps=steps, side=side, compile_kernels=compile_kernels)
     folder = output / "vae"
     vae.save_pretrained(folder / "model")
     loss_curve(folder / "log.jsonl", folder / "psnr.png", key="psnr_db")
@@ -86,20 +103,25 @@ def _load_denoiser(output: Path, stage: str) -> tuple[torch.nn.Module, torch.nn.
 def _train_denoiser(output: Path, stage: GridStage, start_from: str | None, compile_kernels: bool) -> Path:
     vae = _load_vae(output)
     start = None if start_from is None else _load_denoiser(output, start_from)
-    path = output / f"latents_{stage.size}.safetensors"
-    latents = encode_dataset(path, size=stage.size, num_clips=stage.num_clips)
+    path = output / f"latents_{stage.size}x{stage.num_frames}.safetensors"
+    latents = encode_dataset(path, size=stage.size, num_clips=stage.num_clips, num_frames=stage.num_frames)
     transformer, text_encoder = train_grid(output, stage, latents, start, compile_blocks=compile_kernels)
     folder = output / stage.name
     transformer.save_pretrained(folder / "model" / "transformer")
     text_encoder.save_pretrained(folder / "model" / "text_encoder")
     loss_curve(folder / "log.jsonl", folder / "loss.png", key="loss")
     pipe = _assemble(vae, transformer, text_encoder)
-    sample_sheet(pipe, folder / "samples.png", size=stage.size, num_inference_steps=4 if stage.num_clips < 64 else 16)
+    steps = 4 if stage.num_clips < 64 else 16
+    sample_sheet(pipe, folder / "samples.png", size=stage.size, num_inference_steps=steps, num_frames=stage.num_frames)
     return folder
 
 
+def _train_stills(output: Path, quick: bool, compile_kernels: bool) -> Path:
+    return _train_denoiser(output, QUICK["stills"] if quick else STILLS, None, compile_kernels)
+
+
 def _train_teacher(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _train_denoiser(output, QUICK["teacher"] if quick else TEACHER, None, compile_kernels)
+    return _train_denoiser(output, QUICK["teacher"] if quick else TEACHER, "stills", compile_kernels)
 
 
 def _train_larger_grid(output: Path, quick: bool, compile_kernels: bool) -> Path:
@@ -158,6 +180,7 @@ def _to_bfloat16(module: torch.nn.Module) -> None:
 
 _STAGES = {
     "vae": _train_vae,
+    "stills": _train_stills,
     "teacher": _train_teacher,
     "grid": _train_larger_grid,
     "export": _export,

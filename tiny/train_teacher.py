@@ -1,7 +1,7 @@
-"""Stages 2 and 3: latents, the denoiser with its text encoder, and the same at the larger grid.
+"""Stages 2 to 4: latents, the denoiser with its text encoder on stills, on clips, and at the larger grid.
 
 Flow matching: x_s = (1 - s) x_0 + s noise, the target is noise - x_0 (algorithm: Lipman et al., arXiv 2210.02747).
-Half of the samples keep their first latent frame clean at time 0 and are not scored there, as Wan 2.2 TI2V is trained;
+Two samples in five keep their first latent frame clean at time 0 and are not scored there, as Wan 2.2 TI2V is trained;
 in these the caption's motion is all that is left to learn, which is also what makes motion learnable early.
 """
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
 from . import fast_forward
 from .components import NUM_FRAMES, build_text_encoder, build_tokenizer, build_transformer
-from .dataset import caption, render, sample_scene
+from .dataset import caption, moment, render, sample_scene
 from .latents import form_video, normalise, scene_latents
 from .training_state import AveragedWeights, Optimizers, StageFolder
 
@@ -38,7 +38,13 @@ class GridStage:
     """One training run at one clip size.
 
     Attributes:
+        size: height and width of the clips, pixels.
+        num_clips: training clips; seeds from 0.
+        shift: moves the noise levels that are trained upwards: s -> shift s / (1 + (shift - 1) s).
+        decay_share: the last part of the steps, in which the rates fall.
         first_frame_share: samples that keep their first latent frame.
+        num_frames: 17, or 1 for stills, whose captions say nothing of motion.
+        average_decay: of the exponential average of the weights.
     """
 
     name: str
@@ -50,7 +56,9 @@ class GridStage:
     adamw_lr: float
     shift: float
     decay_share: float = 0.35
-    first_frame_share: float = 0.5
+    first_frame_share: float = 0.4
+    num_frames: int = NUM_FRAMES
+    average_decay: float = 0.998
 
 
 def encode_dataset(path: Path, *, size: int, num_clips: int, num_frames: int = NUM_FRAMES) -> torch.Tensor:
@@ -212,7 +220,7 @@ def train_grid(
         num_steps=stage.num_steps,
         decay_share=stage.decay_share,
     )
-    average = AveragedWeights(model, 0.998)
+    average = AveragedWeights(model, stage.average_decay)
     step = 0
     if (found := folder.load()) is not None:
         step, tensors, optimizer_state = found
@@ -241,7 +249,7 @@ def train_grid(
 
 def _loss(stage, step, latents, tokenizer, model, denoise, table):
     """Flow-matching loss of one step; everything random in it is a function of the step alone."""
-    rng = np.random.default_rng([stage.size, step])
+    rng = np.random.default_rng([stage.size, stage.num_frames, step])
     batch, frames = stage.batch_size, latents.shape[2]
     index = rng.integers(0, len(latents), batch)
     clean = latents[torch.as_tensor(index)].float()
