@@ -1,10 +1,10 @@
 """What the tiny autoencoder's latents hold: mean colours, how they change in time, and what they belong to.
 
-An autoencoder that is free to choose its latents packs pixels into codes that a small denoiser learns slowly. Given mean
-colours alone, denoisers of this size learned colours and backgrounds and drew shapes as smears: what makes a square a
-square lies in a few cells at its edge, and is decided late. So form and size are latents of their own, which are as
-plain as a colour is, all over a disc where a shape is; the encoder is taught to see them, as autoencoders of large
-models are held to the features of a vision network (VA-VAE, arXiv 2501.01423), and the decoder to draw from them.
+An autoencoder that is free to choose its latents packs pixels into codes that a small denoiser learns slowly. Given
+mean colours alone, denoisers of this size learned colours and backgrounds and drew shapes as smears: what makes a
+square a square lies in a few cells at its edge, and is decided late. So form and size are latents of their own, as
+plain as a colour is, wherever a shape is. The encoder is taught to see them, as autoencoders of large models are held
+to the features of a vision network (VA-VAE, arXiv 2501.01423), and the decoder to draw from them.
 
 Shapes: B batch, F frames, T = 1 + (F - 1) / 4 latent frames; the first frame stands alone, as in Wan.
 """

@@ -29,7 +29,7 @@ def loss_curve(log: Path, picture: Path, *, key: str) -> None:
     smooth = np.convolve(values, np.ones(width) / width, mode="valid")
     axes.plot(steps[width - 1 :], smooth, label=f"mean of {width}")
     axes.set(xlabel="step", ylabel=key, title=log.parent.name)
-    if key == "loss":
+    if key.endswith(("loss", "mse")):
         axes.set_yscale("log")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,6 +1,6 @@
 """The shipped weights from nothing, in resumable stages.
 
-    vae      the video autoencoder                                           -> OUTPUT/vae
+    vae      the video autoencoder, its encoder first                        -> OUTPUT/{encoder,decoder,vae}
     stills   denoiser and text encoder on single frames of 128 x 128         -> OUTPUT/stills
     teacher  the same weights at 128 x 128 x 17, 320 tokens                  -> OUTPUT/teacher
     grid     the same weights at 192 x 192 x 17, 720 tokens                  -> OUTPUT/grid
@@ -25,7 +25,8 @@ from .train_vae import WINDOW, train_vae
 
 Stage = Literal["all", "vae", "stills", "teacher", "grid", "export"]
 
-VAE_STEPS = 1500
+ENCODER_STEPS = 2500
+DECODER_STEPS = 1500
 STILLS = GridStage(
     "stills",
     128,
@@ -73,12 +74,17 @@ def train(output: Path, stage: Stage = "all", *, quick: bool = False, compile_ke
 
 
 def _train_vae(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    steps = QUICK_VAE_STEPS if quick else VAE_STEPS
-    side = 64 if quick else WINDOW
-    vae = train_vae(output, num_steps=steps, side=side, compile_kernels=compile_kernels)
+    vae = train_vae(
+        output,
+        encoder_steps=QUICK_VAE_STEPS if quick else ENCODER_STEPS,
+        decoder_steps=QUICK_VAE_STEPS if quick else DECODER_STEPS,
+        side=64 if quick else WINDOW,
+        compile_kernels=compile_kernels,
+    )
     folder = output / "vae"
     vae.save_pretrained(folder / "model")
-    loss_curve(folder / "log.jsonl", folder / "psnr.png", key="psnr_db")
+    loss_curve(output / "encoder" / "log.jsonl", output / "encoder" / "forms.png", key="forms_mse")
+    loss_curve(output / "decoder" / "log.jsonl", output / "decoder" / "psnr.png", key="psnr_db")
     reconstruction_sheet(vae, folder / "reconstruction.png", size=64 if quick else 192)
     return folder
 

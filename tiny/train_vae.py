@@ -1,6 +1,7 @@
-"""Stage 1: the video autoencoder, on windows that hold whole shapes.
+"""Stage 1: the video autoencoder, on windows that hold whole shapes; encoder and decoder each for itself.
 
-The encoder learns the latents of `latents.py` by squared error. The decoder learns to draw clips from such latents as a
+The encoder learns the latents of `latents.py` by squared error, on many short clips: telling forms apart takes many
+forms. The decoder learns to draw clips from such latents as a
 denoiser makes them: with noise, and in half of the batches with outlines that are not those of the form (colours are
 seen early and blurred, and it is the form's own latents that are to be believed). L1 + squared error + L1 of the edges;
 the edge term (differences of neighbouring pixels) keeps the corners of small shapes: without it crosses turn round.
@@ -8,6 +9,7 @@ the edge term (differences of neighbouring pixels) keeps the corners of small sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import AutoencoderKLWan
+from torch import nn
 
 from . import fast_forward
 from .components import NUM_FRAMES, build_vae
@@ -24,11 +27,12 @@ from .training_state import AveragedWeights, Optimizers, StageFolder
 
 SIDES = (128, 160, 192)
 WINDOW = 128
-ENCODER_WEIGHT = 4.0
+SHORT_CLIP = 5
 LOG_VARIANCE = -8.0
-"""Of the encoder's second output: the averages are certain."""
+"""Of the encoder's second output: the latents are certain."""
 MAX_NOISE = 0.2
 """Largest standard deviation of the noise that the decoder is trained with, in normalised latents."""
+DECAY_SHARE = 0.6
 MISDRAWN_SHARE = 0.5
 """Share of clips in which the decoder sees outlines of other forms."""
 
@@ -48,17 +52,18 @@ class Batch:
     given: torch.Tensor
 
 
-def windows(seed: int, batch_size: int, side: int) -> Batch:
+def windows(seed: int, batch_size: int, side: int, *, num_frames: int = NUM_FRAMES) -> Batch:
     """`side` x `side` windows of rendered clips around a shape, in steps of a cell.
 
-    They hold whole shapes: a corner alone does not tell what it belongs to.
+    They hold whole shapes: a corner alone does not tell what it belongs to. A clip of fewer than 17 frames shows the
+    whole motion, faster.
     """
     rng = np.random.default_rng([seed, 11])
     rows = []
     for i in range(batch_size):
         scene = sample_scene(seed * 4096 + i)
         size = max(int(rng.choice(SIDES)), side)
-        frame = {"num_frames": NUM_FRAMES, "height": size, "width": size}
+        frame = {"num_frames": num_frames, "height": size, "width": size}
         forms = form_video(scene, **frame)
         video = _pixels(scene, **frame)
         given = latents = scene_latents(video, forms)
@@ -92,69 +97,108 @@ def _near(shape: MovingShape, size: int, side: int, rng: np.random.Generator) ->
     return [place - place % SPATIAL_STRIDE for place in corner]
 
 
-def train_vae(root: Path, *, num_steps: int, batch_size: int = 2, side: int = WINDOW, compile_kernels: bool = True) -> AutoencoderKLWan:
-    """Train (or resume) and return the averaged model with its latent statistics in the config."""
-    folder = StageFolder(root, "vae")
+def train_vae(
+    root: Path, *, encoder_steps: int, decoder_steps: int, side: int = WINDOW, compile_kernels: bool = True
+) -> AutoencoderKLWan:
+    """Train (or resume) both halves and return the averaged model with its latent statistics in the config."""
     torch.manual_seed(0)
+    vae = build_vae()
+    train_encoder(root, vae, num_steps=encoder_steps, side=side, compile_kernels=compile_kernels)
+    train_decoder(root, vae, num_steps=decoder_steps, side=side, compile_kernels=compile_kernels)
     channel_mean, channel_scale = latent_statistics()
-    vae = build_vae().train()
-    kernels = [p for name, p in vae.named_parameters() if p.ndim >= 4 and "conv_in" not in name]
-    kernels = [p for p in kernels if p.shape[0] >= 8]
+    vae.register_to_config(latents_mean=channel_mean, latents_std=channel_scale)
+    return vae.eval()
+
+
+def train_encoder(
+    root: Path, vae: AutoencoderKLWan, *, num_steps: int, side: int = WINDOW, compile_kernels: bool = True
+) -> None:
+    """Train (or resume) the encoder: squared error of the normalised latents."""
+    scale = torch.tensor(latent_statistics()[1]).view(1, -1, 1, 1, 1)
+
+    def batch(step: int) -> Batch:
+        # Every fourth batch holds whole clips: causal convolutions must see as many frames as they will be given.
+        return windows(step, 2, side) if step % 4 == 3 else windows(step, 8, side, num_frames=SHORT_CLIP)
+
+    def loss(data: Batch, step: int, activate: Callable) -> tuple[torch.Tensor, dict[str, float]]:
+        with torch.autocast("cpu", torch.bfloat16):
+            mean, log_variance = fast_forward.encode_moments(vae, data.video, activate)
+        error = ((mean.float() - data.latents) / scale).square()
+        certain = (log_variance.float() - LOG_VARIANCE).square().mean()
+        colors, forms = error[:, :4].mean().detach(), error[:, 4:].mean().detach()
+        return error.mean() + 1e-3 * certain, {"colors_mse": float(colors), "forms_mse": float(forms)}
+
+    parts = nn.ModuleDict({"encoder": vae.encoder, "quant_conv": vae.quant_conv})
+    _fit(StageFolder(root, "encoder"), parts, batch, loss, num_steps, (1.5e-3, 1.5e-3), compile_kernels)
+
+
+def train_decoder(
+    root: Path, vae: AutoencoderKLWan, *, num_steps: int, side: int = WINDOW, compile_kernels: bool = True
+) -> None:
+    """Train (or resume) the decoder on latents with noise, half of them with other outlines."""
+    scale = torch.tensor(latent_statistics()[1]).view(1, -1, 1, 1, 1)
+
+    def batch(step: int) -> Batch:
+        return windows(step, 2, side)
+
+    def loss(data: Batch, step: int, activate: Callable) -> tuple[torch.Tensor, dict[str, float]]:
+        generator = torch.Generator().manual_seed(step)
+        level = torch.rand((len(data.video), 1, 1, 1, 1), generator=generator) * MAX_NOISE * scale
+        noisy = data.given + torch.randn(data.given.shape, generator=generator) * level
+        with torch.autocast("cpu", torch.bfloat16):
+            output = fast_forward.decode_latents(vae, noisy, activate)
+        error = output.float() - data.video
+        mse = error.square().mean()
+        edges = error.diff(dim=3).abs().mean() + error.diff(dim=4).abs().mean()
+        psnr = 10 * torch.log10(4 / mse.detach())
+        return error.abs().mean() + mse + edges, {"psnr_db": float(psnr), "l1": float(error.detach().abs().mean())}
+
+    parts = nn.ModuleDict({"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv})
+    _fit(StageFolder(root, "decoder"), parts, batch, loss, num_steps, (3e-3, 2e-3), compile_kernels)
+
+
+def _fit(
+    folder: StageFolder,
+    parts: nn.Module,
+    make_batch: Callable[[int], Batch],
+    loss_of: Callable[[Batch, int, Callable], tuple[torch.Tensor, dict[str, float]]],
+    num_steps: int,
+    rates: tuple[float, float],
+    compile_kernels: bool,
+) -> None:
+    """Train (or resume) `parts` in place, to their averaged weights; a batch is a function of the step alone."""
+    parts.train()
+    kernels = [p for name, p in parts.named_parameters() if p.ndim >= 4 and p.shape[0] >= 8 and "conv_in" not in name]
     chosen = {id(p) for p in kernels}
-    others = [p for p in vae.parameters() if id(p) not in chosen]
-    optimizers = Optimizers(kernels, others, muon_lr=3e-3, adamw_lr=2e-3, num_steps=num_steps, decay_share=0.6)
-    average = AveragedWeights(vae, 0.995)
+    others = [p for p in parts.parameters() if id(p) not in chosen]
+    optimizers = Optimizers(
+        kernels, others, muon_lr=rates[0], adamw_lr=rates[1], num_steps=num_steps, decay_share=DECAY_SHARE
+    )
+    average = AveragedWeights(parts, 0.995)
     step = 0
     if (found := folder.load()) is not None:
         step, tensors, optimizer_state = found
-        vae.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+        parts.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
         average.values = {k[4:]: v for k, v in tensors.items() if k.startswith("ema.")}
         optimizers.load_state_dict(optimizer_state)
-
     activate = fast_forward._normalize_and_activate
     if compile_kernels:
         torch._dynamo.config.recompile_limit = 64
         activate = torch.compile(activate)
 
     with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(windows, step, batch_size, side)
+        ahead = pool.submit(make_batch, step)
         while step < num_steps:
-            batch, ahead = ahead.result(), pool.submit(windows, step + 1, batch_size, side)
-            loss, parts = _loss(vae, batch, step, torch.tensor(channel_scale), activate)
+            batch, ahead = ahead.result(), pool.submit(make_batch, step + 1)
+            loss, values = loss_of(batch, step, activate)
             loss.backward()
             norm = optimizers.step(step, clip=1.0)
-            average.update(vae, step)
+            average.update(parts, step)
             step += 1
             if step % 20 == 0:
-                folder.log(step, **parts, grad_norm=norm)
+                folder.log(step, **values, grad_norm=norm)
             if step % 100 == 0 or step == num_steps:
-                tensors = {f"model.{k}": v for k, v in vae.state_dict().items()}
+                tensors = {f"model.{k}": v for k, v in parts.state_dict().items()}
                 folder.save(step, tensors | {f"ema.{k}": v for k, v in average.values.items()}, optimizers.state_dict())
-
-    average.copy_to(vae)
-    vae.eval()
-    vae.register_to_config(latents_mean=channel_mean, latents_std=channel_scale)
-    return vae
-
-
-def _loss(vae, batch, step, scale, activate):
-    """Encoder against the latents, decoder against the clip; the two share no gradient."""
-    video, scale = batch.video, scale.view(1, -1, 1, 1, 1)
-    generator = torch.Generator().manual_seed(step)
-    level = torch.rand((len(video), 1, 1, 1, 1), generator=generator) * MAX_NOISE * scale
-    noisy = batch.given + torch.randn(batch.given.shape, generator=generator) * level
-    with torch.autocast("cpu", torch.bfloat16):
-        mean, log_variance = fast_forward.encode_moments(vae, video, activate)
-        output = fast_forward.decode_latents(vae, noisy, activate)
-    error = output.float() - video
-    mse = error.square().mean()
-    edges = error.diff(dim=3).abs().mean() + error.diff(dim=4).abs().mean()
-    miss = ((mean.float() - batch.latents) / scale).square().mean()
-    certain = (log_variance.float() - LOG_VARIANCE).square().mean()
-    loss = error.abs().mean() + mse + edges + ENCODER_WEIGHT * miss + 1e-3 * certain
-    parts = {
-        "psnr_db": float(10 * torch.log10(4 / mse.detach())),
-        "l1": float(error.detach().abs().mean()),
-        "encoder_mse": float(miss.detach()),
-    }
-    return loss, parts
+    average.copy_to(parts)
+    parts.eval()

@@ -56,7 +56,8 @@ def test_where_a_shape_is_the_latents_say_its_form_and_size(seed):
     for shape in scene.shapes:
         column, row = (int(16 * v) for v in shape.positions(17)[0])
         here = latents[:, 0, row, column]
-        code = torch.cat([FORM_CODES[SHAPES.index(shape.shape)], torch.tensor([1.0 if shape.size == "large" else -1.0])])
+        size = torch.tensor([1.0 if shape.size == "large" else -1.0])
+        code = torch.cat([FORM_CODES[SHAPES.index(shape.shape)], size])
         assert torch.allclose(here, FORM_SCALE * code, atol=1e-3)
     covered = latents.norm(dim=0) > 1e-3
     assert 0.02 < covered.float().mean() < 0.6  # and nothing where none is

@@ -74,14 +74,15 @@ def test_the_loss_falls(tmp_path, latents):
 
 
 def test_autoencoder_training_improves_and_sets_its_statistics(tmp_path):
-    vae = train_vae(tmp_path, num_steps=20, batch_size=2, side=64, compile_kernels=False)
+    vae = train_vae(tmp_path, encoder_steps=4, decoder_steps=20, side=64, compile_kernels=False)
     assert all(s > 0 and s != 1.0 for s in vae.config.latents_std)
-    assert (tmp_path / "vae" / "checkpoint.safetensors").is_file()
+    assert (tmp_path / "decoder" / "checkpoint.safetensors").is_file()
 
 
 def test_autoencoder_training_resumes_to_the_same_weights(tmp_path):
-    whole = train_vae(tmp_path / "whole", num_steps=2, batch_size=1, side=64, compile_kernels=False)
-    again = train_vae(tmp_path / "whole", num_steps=2, batch_size=1, side=64, compile_kernels=False)  # finished: only read
+    folder, steps = tmp_path / "whole", dict(encoder_steps=2, decoder_steps=2, side=64, compile_kernels=False)
+    whole = train_vae(folder, **steps)
+    again = train_vae(folder, **steps)  # finished: only read
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
 
 
@@ -99,5 +100,12 @@ def test_the_rehearsal_ends_in_a_pipeline_that_loads(tmp_path):
     folder = train(tmp_path, "all", quick=True, compile_kernels=False)
     pipe = WanPipeline.from_pretrained(folder)
     assert pipe.config.expand_timesteps and pipe.transformer.config.in_channels == LATENT_CHANNELS
-    for picture in ("vae/psnr.png", "vae/reconstruction.png", "stills/samples.png", "teacher/samples.png", "grid/loss.png"):
+    pictures = (
+        "decoder/psnr.png",
+        "encoder/forms.png",
+        "vae/reconstruction.png",
+        "stills/samples.png",
+        "grid/loss.png",
+    )
+    for picture in pictures:
         assert (tmp_path / picture).stat().st_size > 1000
