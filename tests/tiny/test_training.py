@@ -80,9 +80,9 @@ def test_autoencoder_training_improves_and_sets_its_statistics(tmp_path):
 
 
 def test_autoencoder_training_resumes_to_the_same_weights(tmp_path):
-    folder, steps = tmp_path / "whole", dict(encoder_steps=2, decoder_steps=2, side=64, compile_kernels=False)
-    whole = train_vae(folder, **steps)
-    again = train_vae(folder, **steps)  # finished: only read
+    steps = {"encoder_steps": 2, "decoder_steps": 2}
+    whole = train_vae(tmp_path, **steps, side=64, compile_kernels=False)
+    again = train_vae(tmp_path, **steps, side=64, compile_kernels=False)  # finished: only read
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
 
 
