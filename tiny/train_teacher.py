@@ -224,7 +224,8 @@ def train_grid(
     step = 0
     if (found := folder.load()) is not None:
         step, tensors, optimizer_state = found
-        model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+        # Not strict: of tied embeddings only one name was saved.
+        model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")}, strict=False)
         average.values = {k[4:]: v for k, v in tensors.items() if k.startswith("ema.")}
         optimizers.load_state_dict(optimizer_state)
 
