@@ -25,7 +25,9 @@ from .dataset import SHAPES, MovingShape, Scene, render, sample_scene
 from .latents import SPATIAL_STRIDE, form_video, latent_statistics, scene_latents
 from .training_state import AveragedWeights, Optimizers, StageFolder
 
-SIDES = (128, 160, 192)
+SIZES = (128, 160, 192)
+ENCODER_SIZES = (192,)
+"""Of clips; small and large are shares of a side, which a window alone does not tell."""
 WINDOW = 128
 SHORT_CLIP = 5
 LOG_VARIANCE = -8.0
@@ -52,7 +54,9 @@ class Batch:
     given: torch.Tensor
 
 
-def windows(seed: int, batch_size: int, side: int, *, num_frames: int = NUM_FRAMES) -> Batch:
+def windows(
+    seed: int, batch_size: int, side: int, *, num_frames: int = NUM_FRAMES, sizes: tuple[int, ...] = SIZES
+) -> Batch:
     """`side` x `side` windows of rendered clips around a shape, in steps of a cell.
 
     They hold whole shapes: a corner alone does not tell what it belongs to. A clip of fewer than 17 frames shows the
@@ -62,7 +66,7 @@ def windows(seed: int, batch_size: int, side: int, *, num_frames: int = NUM_FRAM
     rows = []
     for i in range(batch_size):
         scene = sample_scene(seed * 4096 + i)
-        size = max(int(rng.choice(SIDES)), side)
+        size = max(int(rng.choice(sizes)), side)
         frame = {"num_frames": num_frames, "height": size, "width": size}
         forms = form_video(scene, **frame)
         video = _pixels(scene, **frame)
@@ -118,7 +122,8 @@ def train_encoder(
 
     def batch(step: int) -> Batch:
         # Every fourth batch holds whole clips: causal convolutions must see as many frames as they will be given.
-        return windows(step, 2, side) if step % 4 == 3 else windows(step, 8, side, num_frames=SHORT_CLIP)
+        batch_size, num_frames = (2, NUM_FRAMES) if step % 4 == 3 else (8, SHORT_CLIP)
+        return windows(step, batch_size, side, num_frames=num_frames, sizes=ENCODER_SIZES)
 
     def loss(data: Batch, step: int, activate: Callable) -> tuple[torch.Tensor, dict[str, float]]:
         with torch.autocast("cpu", torch.bfloat16):
