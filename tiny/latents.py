@@ -13,20 +13,25 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 import torch.nn.functional as functional
 
-from .dataset import SHAPES, SIZES, Scene, coverage, render, sample_scene
+from .dataset import SHAPES, SIZES, MovingShape, Scene, coverage, render, sample_scene
 
 SPATIAL_STRIDE = 8
 TEMPORAL_STRIDE = 4
-LATENT_CHANNELS = 8
+LATENT_CHANNELS = 10
 NUM_STATISTICS_CLIPS = 64
 STATISTICS_SIZE = 128
 FORM_CODES = torch.tensor([[1.0, 1.0, 1.0], [1.0, -1.0, -1.0], [-1.0, 1.0, -1.0], [-1.0, -1.0, 1.0]])
 """One corner of a tetrahedron for each shape: all are equally far apart."""
 FORM_SCALE = 1.5
 """Value of a form's latents where a shape is, once normalised."""
+SLOW = 1 / 16
+"""Displacement per latent frame, in shares of a side, of a shape that moves in a line: 1 in the latents of motion."""
+MOTION_SCALE = 1.25
+"""Value of those latents, once normalised."""
 
 
 def space_time_means(video: torch.Tensor) -> torch.Tensor:
@@ -54,23 +59,34 @@ def brightness_change(video: torch.Tensor) -> torch.Tensor:
 
 
 def form_video(scene: Scene, *, num_frames: int, height: int, width: int) -> torch.Tensor:
-    """What each pixel belongs to, `[1, 4, F, H, W]`: the form's code and +1 or -1 for the size, over a shape's disc.
+    """What each pixel belongs to, `[1, 6, F, H, W]`: form's code, +1 or -1 for the size, motion, over a shape's disc.
 
-    The disc has the shape's area; outside of all discs everything is 0.
+    The disc has the shape's area; outside of all discs everything is 0. Motion (to the right, downwards) is the
+    displacement over the four frames that share a latent frame, in units of `SLOW`; a first frame has none.
     """
-    video = torch.zeros(4, num_frames, height, width)
+    video = torch.zeros(6, num_frames, height, width)
     for shape in scene.shapes:
         size = 1.0 if shape.size == max(SIZES, key=SIZES.__getitem__) else -1.0
         code = torch.cat([FORM_CODES[SHAPES.index(shape.shape)], torch.tensor([size])])
         disc = coverage("circle", shape.radius, shape.positions(num_frames), height, width)
-        video += code.view(-1, 1, 1, 1) * disc
+        video[:4] += code.view(-1, 1, 1, 1) * disc
+        video[4:] += motion(shape, num_frames).T[..., None, None] * disc
     return video[None]
 
 
-def scene_latents(video: torch.Tensor, forms: torch.Tensor) -> torch.Tensor:
-    """Latents before normalisation, `[B, 8, T, H / 8, W / 8]`, of clips `[B, 3, F, H, W]` in [-1, 1] and their forms.
+def motion(shape: MovingShape, num_frames: int) -> torch.Tensor:
+    """Displacement over the four frames of each frame's latent frame, in units of `SLOW`, `[num_frames, 2]`."""
+    places = shape.positions(num_frames)
+    steps = np.diff(places[::TEMPORAL_STRIDE], axis=0) / SLOW
+    still = np.zeros((1, 2))
+    return torch.from_numpy(np.concatenate([still, steps.repeat(TEMPORAL_STRIDE, axis=0)])).float()
 
-    Channels 0 to 2 are the mean colour of a cell, 3 its change of brightness, 4 to 6 the form, 7 the size.
+
+def scene_latents(video: torch.Tensor, forms: torch.Tensor) -> torch.Tensor:
+    """Latents before normalisation, `[B, 10, T, H / 8, W / 8]`, of clips `[B, 3, F, H, W]` in [-1, 1] and their forms.
+
+    Channels 0 to 2 are the mean colour of a cell, 3 its change of brightness, 4 to 6 the form, 7 the size, 8 and 9 the
+    motion to the right and downwards over the cell's four frames.
     """
     return torch.cat([space_time_means(video), brightness_change(video), space_time_means(forms)], dim=1)
 
@@ -87,9 +103,8 @@ def latent_statistics() -> tuple[list[float], list[float]]:
         rows.append(space_time_means(clip.permute(3, 0, 1, 2)[None].float() / 127.5 - 1))
     colors = torch.cat(rows).transpose(0, 1).flatten(1)
     mean, scale = colors.mean(1).tolist(), colors.std(1).tolist()
-    forms = LATENT_CHANNELS - len(mean) - 1
-    mean += [0.0] * (1 + forms)
-    scale += [sum(scale) / len(scale)] + [1 / FORM_SCALE] * forms
+    mean += [0.0] * (LATENT_CHANNELS - len(mean))
+    scale += [sum(scale) / len(scale)] + [1 / FORM_SCALE] * 4 + [1 / MOTION_SCALE] * 2
     return [round(v, 4) for v in mean], [round(v, 4) for v in scale]
 
 

@@ -8,9 +8,12 @@ from videospark.tiny.latents import (
     FORM_CODES,
     FORM_SCALE,
     LATENT_CHANNELS,
+    MOTION_SCALE,
+    SLOW,
     brightness_change,
     form_video,
     latent_statistics,
+    motion,
     normalise,
     scene_latents,
     space_time_means,
@@ -58,9 +61,30 @@ def test_where_a_shape_is_the_latents_say_its_form_and_size(seed):
         here = latents[:, 0, row, column]
         size = torch.tensor([1.0 if shape.size == "large" else -1.0])
         code = torch.cat([FORM_CODES[SHAPES.index(shape.shape)], size])
-        assert torch.allclose(here, FORM_SCALE * code, atol=1e-3)
+        assert torch.allclose(here[:4], FORM_SCALE * code, atol=1e-3)
+        assert torch.all(here[4:] == 0)  # a first frame does not move
     covered = latents.norm(dim=0) > 1e-3
     assert 0.02 < covered.float().mean() < 0.6  # and nothing where none is
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_where_a_shape_is_the_latents_say_where_it_goes(seed):
+    scene = sample_scene(seed)
+    latents = normalise(_latents(seed))[0, 8:]
+    for shape in scene.shapes:
+        places = shape.positions(17)
+        for frame in range(1, 5):
+            column, row = (int(16 * v) for v in places[4 * frame - 2])
+            moved = torch.from_numpy(places[4 * frame] - places[4 * frame - 4]).float() / SLOW
+            assert torch.allclose(latents[:, frame, row, column], MOTION_SCALE * moved, atol=0.02)
+
+
+@pytest.mark.parametrize("frames", [1, 5, 9])
+def test_motion_is_the_distance_of_four_frames(frames):
+    steps = motion(sample_scene(3).shapes[0], frames)
+    places = sample_scene(3).shapes[0].positions(frames)
+    assert steps.shape == (frames, 2)
+    assert torch.allclose(steps[1:].sum(0) / 4 * SLOW, torch.from_numpy(places[-1] - places[0]).float(), atol=1e-6)
 
 
 def test_normalised_colours_have_unit_scale_over_the_world():
