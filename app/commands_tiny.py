@@ -20,6 +20,7 @@ class Stage(str, enum.Enum):
     all = "all"
     vae = "vae"
     stills = "stills"
+    motion = "motion"
     teacher = "teacher"
     grid = "grid"
     export = "export"

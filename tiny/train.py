@@ -2,6 +2,7 @@
 
     vae      the video autoencoder, its encoder first                        -> OUTPUT/{encoder,decoder,vae}
     stills   denoiser and text encoder on single frames of 128 x 128         -> OUTPUT/stills
+    motion   the same weights on clips of 64 x 64 x 17, 80 tokens            -> OUTPUT/motion
     teacher  the same weights at 128 x 128 x 17, 320 tokens                  -> OUTPUT/teacher
     grid     the same weights at 192 x 192 x 17, 720 tokens                  -> OUTPUT/grid
     export   the pipeline in diffusers layout, bf16, with its defaults       -> OUTPUT/checkpoint
@@ -23,7 +24,7 @@ from .pictures import loss_curve, reconstruction_sheet, sample_sheet
 from .train_teacher import GridStage, encode_dataset, train_grid
 from .train_vae import WINDOW, train_vae
 
-Stage = Literal["all", "vae", "stills", "teacher", "grid", "export"]
+Stage = Literal["all", "vae", "stills", "motion", "teacher", "grid", "export"]
 
 ENCODER_STEPS = 2500
 DECODER_STEPS = 1500
@@ -41,11 +42,13 @@ STILLS = GridStage(
     num_frames=1,
     average_decay=0.995,
 )
-TEACHER = GridStage("teacher", 128, 8192, 3000, 16, muon_lr=2e-3, adamw_lr=1.2e-3, shift=3.0, decay_share=0.5)
-GRID = GridStage("grid", 192, 4096, 1000, 8, muon_lr=8e-4, adamw_lr=6e-4, shift=3.0, decay_share=0.7)
+MOTION = GridStage("motion", 64, 16384, 1500, 48, muon_lr=2e-3, adamw_lr=1.2e-3, shift=3.0, decay_share=0.4)
+TEACHER = GridStage("teacher", 128, 8192, 700, 16, muon_lr=1.5e-3, adamw_lr=1e-3, shift=3.0, decay_share=0.6)
+GRID = GridStage("grid", 192, 4096, 600, 8, muon_lr=8e-4, adamw_lr=6e-4, shift=3.0, decay_share=0.7)
 QUICK_VAE_STEPS = 10
 QUICK = {
     "stills": GridStage("stills", 64, 32, 20, 8, 2.5e-3, 1.5e-3, 2.0, first_frame_share=0.0, num_frames=1),
+    "motion": GridStage("motion", 64, 16, 10, 4, 2e-3, 1.5e-3, 3.0),
     "teacher": GridStage("teacher", 64, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
     "grid": GridStage("grid", 96, 8, 10, 2, 7e-4, 5e-4, 3.0),
 }
@@ -126,8 +129,12 @@ def _train_stills(output: Path, quick: bool, compile_kernels: bool) -> Path:
     return _train_denoiser(output, QUICK["stills"] if quick else STILLS, None, compile_kernels)
 
 
+def _train_motion(output: Path, quick: bool, compile_kernels: bool) -> Path:
+    return _train_denoiser(output, QUICK["motion"] if quick else MOTION, "stills", compile_kernels)
+
+
 def _train_teacher(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _train_denoiser(output, QUICK["teacher"] if quick else TEACHER, "stills", compile_kernels)
+    return _train_denoiser(output, QUICK["teacher"] if quick else TEACHER, "motion", compile_kernels)
 
 
 def _train_larger_grid(output: Path, quick: bool, compile_kernels: bool) -> Path:
@@ -187,6 +194,7 @@ def _to_bfloat16(module: torch.nn.Module) -> None:
 _STAGES = {
     "vae": _train_vae,
     "stills": _train_stills,
+    "motion": _train_motion,
     "teacher": _train_teacher,
     "grid": _train_larger_grid,
     "export": _export,

@@ -1,4 +1,4 @@
-"""Stages 2 to 4: latents, the denoiser with its text encoder on stills, on clips, and at the larger grid.
+"""Stages 2 to 5: latents, the denoiser with its text encoder on stills, on small clips, and at two larger grids.
 
 Flow matching: x_s = (1 - s) x_0 + s noise, the target is noise - x_0 (algorithm: Lipman et al., arXiv 2210.02747).
 Two samples in five keep their first latent frame clean at time 0 and are not scored there, as Wan 2.2 TI2V is trained;

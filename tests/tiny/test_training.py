@@ -105,6 +105,7 @@ def test_the_rehearsal_ends_in_a_pipeline_that_loads(tmp_path):
         "encoder/forms.png",
         "vae/reconstruction.png",
         "stills/samples.png",
+        "motion/samples.png",
         "grid/loss.png",
     )
     for picture in pictures:
