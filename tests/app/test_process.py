@@ -51,7 +51,8 @@ pipe = build_pipeline()
 accelerate(pipe, {"name": "c", "compile": "default"})
 with torch.no_grad():
     for _ in range(2):
-        pipe.transformer(torch.randn(1, 4, 2, 8, 8), torch.tensor([400.0]), torch.randn(1, 16, 128))
+        noise = torch.randn(1, pipe.transformer.config.in_channels, 2, 8, 8)
+        pipe.transformer(noise, torch.tensor([400.0]), torch.randn(1, 16, 128))
 print(json.dumps(current_report(pipe).to_dict()["compilation"]["transformer"]))
 """
 

@@ -21,7 +21,7 @@ ARMS = {
     "joint": ("crossdistill", {"dmd": CRITIC, "pcm": {"solver_steps": 10}}, ()),
     "staged": (
         "crossdistill",
-        {"dmd": CRITIC, "pcm": {"solver_steps": 10}, "crossdistill": {"mode": "staged", "staged_steps": 12}},
+        {"dmd": CRITIC, "pcm": {"solver_steps": 10}, "crossdistill": {"mode": "staged", "staged_steps": 18}},
         ("student/pcm",),
     ),
 }

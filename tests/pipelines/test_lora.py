@@ -12,7 +12,7 @@ from videospark.pipelines.acceleration import accelerate, restore
 from videospark.pipelines.convert.keys import module_to_native
 from videospark.pipelines.lora import load_lora, loaded_loras, parse_choice, set_lora_weight, unload_lora
 from videospark.quantization.convert import quantize_
-from videospark.tiny.components import build_scheduler, build_transformer
+from videospark.tiny.components import LATENT_CHANNELS, build_scheduler, build_transformer
 
 RANK = 4
 LAYERS = ["attn1.to_q", "attn1.to_out.0", "attn2.to_k", "ffn.net.0.proj", "ffn.net.2"]
@@ -54,7 +54,7 @@ def merged(transformer, pairs, factor=1.0):
 def run(transformer, seed=5):
     generator = torch.Generator().manual_seed(seed)
     return transformer(
-        torch.randn(1, 4, 2, 8, 8, generator=generator), torch.tensor([400.0]),
+        torch.randn(1, LATENT_CHANNELS, 2, 8, 8, generator=generator), torch.tensor([400.0]),
         torch.randn(1, 16, 128, generator=generator), return_dict=False,
     )[0]  # fmt: skip
 
@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_refused(pipe, tmp_path):
 def test_a_failing_pass_leaves_nothing_on(pipe, tmp_path):
     load_lora(pipe, write(tmp_path / "a.safetensors", factors(pipe.transformer), peft_names))
     with pytest.raises(RuntimeError):
-        pipe.transformer(torch.ones(1, 4, 2, 8, 8), torch.tensor([400.0]), torch.ones(1, 16, 7))
+        pipe.transformer(torch.ones(1, LATENT_CHANNELS, 2, 8, 8), torch.tensor([400.0]), torch.ones(1, 16, 7))
     assert not any(layer._forward_hooks for layer in pipe.transformer.modules() if layer is not pipe.transformer)
     unload_lora(pipe)
 

@@ -5,6 +5,7 @@ import torch
 
 from videospark.pipelines.acceleration import accelerate, restore
 from videospark.pipelines.lora import load_lora, unload_lora
+from videospark.tiny.components import LATENT_CHANNELS
 
 pytest.importorskip("peft")
 
@@ -13,7 +14,7 @@ pytest.importorskip("peft")
 def run(transformer):
     generator = torch.Generator().manual_seed(5)
     return transformer(
-        torch.randn(1, 4, 2, 8, 8, generator=generator), torch.tensor([400.0]),
+        torch.randn(1, LATENT_CHANNELS, 2, 8, 8, generator=generator), torch.tensor([400.0]),
         torch.randn(1, 16, 128, generator=generator), return_dict=False,
     )[0]  # fmt: skip
 

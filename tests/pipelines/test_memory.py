@@ -17,6 +17,7 @@ from videospark.pipelines.memory import MemoryConfig
 from videospark.pipelines.prompt_cache import PromptCache, fingerprint, prompt_key
 from videospark.quantization.convert import module_bytes
 from videospark.quantization.convert import state_of as quantization_of
+from videospark.tiny.components import LATENT_CHANNELS
 
 REQUEST = GenerationRequest("a red circle", height=32, width=32, num_frames=5, seed=3)
 
@@ -279,7 +280,7 @@ def test_a_vae_in_bfloat16_comes_back_bit_for_bit(pipe, tmp_path):
 
 def test_tiles_give_nearly_the_same_pixels(pipe):
     torch.manual_seed(0)
-    latents = torch.randn(1, 4, 1, 72, 64)
+    latents = torch.randn(1, LATENT_CHANNELS, 1, 72, 64)
     with torch.no_grad():
         whole = pipe.vae.decode(latents).sample
         accelerate(pipe, recipe(vae_tiling=True))

@@ -25,7 +25,7 @@ from videospark.pipelines.plan_cards import CARDS, Card
 from videospark.pipelines.plan_memory import Clip
 from videospark.pipelines.plan_models import MODELS
 from videospark.pipelines.recipe import Recipe, resolve
-from videospark.tiny.components import build_pipeline, build_scheduler, build_transformer
+from videospark.tiny.components import LATENT_CHANNELS, build_pipeline, build_scheduler, build_transformer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REQUEST = GenerationRequest(
@@ -170,7 +170,10 @@ def test_a_wrong_guess_costs_time_alone(tmp_path):
     """The experts called by hand in any order, out of any pipeline run, are the experts."""
     pipe = make(2)
     generator = torch.Generator().manual_seed(5)
-    x, text = torch.randn(1, 4, 2, 8, 8, generator=generator), torch.randn(1, 16, 128, generator=generator)
+    x, text = (
+        torch.randn(1, LATENT_CHANNELS, 2, 8, 8, generator=generator),
+        torch.randn(1, 16, 128, generator=generator),
+    )
 
     def run(expert):
         return expert(x.to(DEVICE), torch.tensor([400.0], device=DEVICE), text.to(DEVICE), return_dict=False)[0]

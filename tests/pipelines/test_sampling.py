@@ -94,7 +94,7 @@ def test_sizes(pipe):
         (64, 8, 5): "width: got 8; must be a multiple of 16; nearest: 16",
         (64, 64, 16): "num_frames: got 16; must be 1 plus a multiple of 4; nearest: 13 or 17",
         (64, 64, 0): "num_frames: got 0; must be a positive",
-        (16 * 65, 64, 5): "height: got 1040; must be at most 512, the 64 positions this model knows",
+        (16 * 65, 64, 5): "height: got 1040; must be at most 1024, the 64 positions this model knows",
     }.items():
         with pytest.raises(ConfigError, match=message):
             check_size(pipe, *size)
