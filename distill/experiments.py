@@ -88,7 +88,7 @@ class Scale:
 QUICK = Scale(4, 1, 2, 2, 2, 2, 1, 2, 1, 2, 3, 2)
 """A rehearsal on random weights: every part runs, no number means anything."""
 QUICK_DEFAULTS = {
-    "height": 64, "width": 64, "num_frames": 5, "fps": 8, "num_inference_steps": 3, "guidance_scale": 3.0,
+    "height": 128, "width": 128, "num_frames": 5, "fps": 8, "num_inference_steps": 3, "guidance_scale": 3.0,
     "max_sequence_length": 32,
 }  # fmt: skip
 

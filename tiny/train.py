@@ -1,4 +1,4 @@
-"""The shipped weights from nothing, in resumable stages.
+"""A tiny Wan from nothing, in resumable stages.
 
     vae      the video autoencoder, its encoder first                        -> OUTPUT/{encoder,decoder,vae}
     stills   denoiser and text encoder on single frames of 128 x 128         -> OUTPUT/stills
@@ -12,7 +12,9 @@ Each stage picks up its newest complete checkpoint, so the same command continue
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -28,23 +30,25 @@ Stage = Literal["all", "vae", "stills", "motion", "teacher", "grid", "export"]
 
 ENCODER_STEPS = 2500
 DECODER_STEPS = 1500
-STILLS = GridStage(
-    "stills",
-    128,
-    32768,
-    500,
-    64,
-    muon_lr=2.5e-3,
-    adamw_lr=1.5e-3,
-    shift=2.0,
-    decay_share=0.4,
-    first_frame_share=0.0,
-    num_frames=1,
-    average_decay=0.995,
-)
-MOTION = GridStage("motion", 64, 16384, 1500, 48, muon_lr=2e-3, adamw_lr=1.2e-3, shift=3.0, decay_share=0.4)
-TEACHER = GridStage("teacher", 128, 8192, 700, 16, muon_lr=1.5e-3, adamw_lr=1e-3, shift=3.0, decay_share=0.6)
-GRID = GridStage("grid", 192, 4096, 600, 8, muon_lr=8e-4, adamw_lr=6e-4, shift=3.0, decay_share=0.7)
+FULL = {
+    "stills": GridStage(
+        "stills",
+        128,
+        32768,
+        500,
+        64,
+        2.5e-3,
+        1.5e-3,
+        2.0,
+        0.4,
+        first_frame_share=0.0,
+        num_frames=1,
+        average_decay=0.995,
+    ),
+    "motion": GridStage("motion", 64, 16384, 1500, 48, 2e-3, 1.2e-3, 3.0, decay_share=0.4),
+    "teacher": GridStage("teacher", 128, 8192, 700, 16, 1.5e-3, 1e-3, 3.0, decay_share=0.6),
+    "grid": GridStage("grid", 192, 4096, 600, 8, 8e-4, 6e-4, 3.0, decay_share=0.7),
+}
 QUICK_VAE_STEPS = 10
 QUICK = {
     "stills": GridStage("stills", 64, 32, 20, 8, 2.5e-3, 1.5e-3, 2.0, first_frame_share=0.0, num_frames=1),
@@ -109,7 +113,8 @@ def _load_denoiser(output: Path, stage: str) -> tuple[torch.nn.Module, torch.nn.
     )
 
 
-def _train_denoiser(output: Path, stage: GridStage, start_from: str | None, compile_kernels: bool) -> Path:
+def _train_denoiser(name: str, start_from: str | None, output: Path, quick: bool, compile_kernels: bool) -> Path:
+    stage = (QUICK if quick else FULL)[name]
     vae = _load_vae(output)
     start = None if start_from is None else _load_denoiser(output, start_from)
     path = output / f"latents_{stage.size}x{stage.num_frames}.safetensors"
@@ -123,22 +128,6 @@ def _train_denoiser(output: Path, stage: GridStage, start_from: str | None, comp
     steps = 4 if stage.num_clips < 64 else 16
     sample_sheet(pipe, folder / "samples.png", size=stage.size, num_inference_steps=steps, num_frames=stage.num_frames)
     return folder
-
-
-def _train_stills(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _train_denoiser(output, QUICK["stills"] if quick else STILLS, None, compile_kernels)
-
-
-def _train_motion(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _train_denoiser(output, QUICK["motion"] if quick else MOTION, "stills", compile_kernels)
-
-
-def _train_teacher(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _train_denoiser(output, QUICK["teacher"] if quick else TEACHER, "motion", compile_kernels)
-
-
-def _train_larger_grid(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return _train_denoiser(output, QUICK["grid"] if quick else GRID, "teacher", compile_kernels)
 
 
 def _assemble(vae: AutoencoderKLWan, transformer: torch.nn.Module, text_encoder: torch.nn.Module) -> WanPipeline:
@@ -155,7 +144,7 @@ def _assemble(vae: AutoencoderKLWan, transformer: torch.nn.Module, text_encoder:
 
 
 def _export(output: Path, quick: bool, compile_kernels: bool) -> Path:
-    return export(output, "grid", size=(QUICK["grid"] if quick else GRID).size)
+    return export(output, "grid", size=(QUICK if quick else FULL)["grid"].size)
 
 
 def export(output: Path, stage: str, *, size: int) -> Path:
@@ -191,11 +180,11 @@ def _to_bfloat16(module: torch.nn.Module) -> None:
             tensor.data = tensor.data.bfloat16()
 
 
-_STAGES = {
+_STAGES: dict[str, Callable[[Path, bool, bool], Path]] = {
     "vae": _train_vae,
-    "stills": _train_stills,
-    "motion": _train_motion,
-    "teacher": _train_teacher,
-    "grid": _train_larger_grid,
+    "stills": functools.partial(_train_denoiser, "stills", None),
+    "motion": functools.partial(_train_denoiser, "motion", "stills"),
+    "teacher": functools.partial(_train_denoiser, "teacher", "motion"),
+    "grid": functools.partial(_train_denoiser, "grid", "teacher"),
     "export": _export,
 }

@@ -118,7 +118,7 @@ def toy():
 
 
 DEFAULTS = {
-    "height": 32, "width": 32, "num_frames": 5, "fps": 8, "num_inference_steps": 4, "guidance_scale": 3.0,
+    "height": 64, "width": 64, "num_frames": 5, "fps": 8, "num_inference_steps": 4, "guidance_scale": 3.0,
     "max_sequence_length": 32,
 }  # fmt: skip
 SPARSE = {
@@ -143,7 +143,7 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     pipe.save_pretrained(folder / "model")
     (folder / "model" / "videospark_defaults.json").write_text(json.dumps(DEFAULTS))
-    size = ClipSize(height=32, width=32, num_frames=5)
+    size = ClipSize(height=64, width=64, num_frames=5)
     prepare(
         stock_pipeline(str(folder / "model"), torch.float32),
         clips_from_tiny_world(8, size),

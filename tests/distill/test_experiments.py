@@ -76,8 +76,8 @@ def test_teacher_latents_are_kept_and_give_the_same_result(judge, tmp_path):
 
 
 def test_the_fewest_blocks_are_an_arm_of_their_own(judge):
-    ratios = experiment_arms.trap_keep_ratios(judge)  # 2 x 4 x 4 tokens are 2 blocks of 16
-    assert [max(1, int(r * 2 + 1e-9)) for r in ratios] == [2, 1]
+    ratios = experiment_arms.trap_keep_ratios(judge)  # 2 x 8 x 8 tokens are 8 blocks of 16
+    assert [max(1, int(r * 8 + 1e-9)) for r in ratios] == [8, 4, 1]
 
 
 def test_a_workspace_is_of_one_experiment(tmp_path):

@@ -17,9 +17,9 @@ from videospark.distill.prepare import TeacherSampling, prepare
 from videospark.distill.run import run, stock_pipeline
 from videospark.distill.sources import ClipSize, clips_from_tiny_world, prompts_from_file
 
-SIZE = ClipSize(height=32, width=32, num_frames=5)
+SIZE = ClipSize(height=64, width=64, num_frames=5)
 DEFAULTS = {
-    "height": 32, "width": 32, "num_frames": 5, "fps": 8, "num_inference_steps": 2, "guidance_scale": 3.0,
+    "height": 64, "width": 64, "num_frames": 5, "fps": 8, "num_inference_steps": 2, "guidance_scale": 3.0,
 }  # fmt: skip
 LENGTHS = {"wan2.1": 512, "wan2.2": 32}
 """Of the prompts; diffusers knows a picture's tokens by their place before the last 512."""
@@ -92,7 +92,7 @@ def test_prepared_pictures_are_what_the_pipeline_gives_its_model(worlds):
 
     pipe.transformer.register_forward_pre_hook(catch, with_kwargs=True)
     item = clips_from_tiny_world(4, SIZE)[1]
-    pipe(image=Image.fromarray(item.frames()[0]), prompt=item.caption, height=32, width=32, num_frames=5,
+    pipe(image=Image.fromarray(item.frames()[0]), prompt=item.caption, height=64, width=64, num_frames=5,
          num_inference_steps=1, guidance_scale=1.0, max_sequence_length=512, output_type="latent")  # fmt: skip
     channels = pipe.vae.config.z_dim
     latents, embeds = data.read_images([1])
@@ -162,8 +162,8 @@ def test_every_method_trains_and_the_student_makes_a_clip(worlds, build, tmp_pat
     if method != "crossdistill":
         return
     pipe.set_progress_bar_config(disable=True)
-    out = pipe(image=Image.fromarray(np.zeros((32, 32, 3), dtype=np.uint8)), prompt="a red circle", height=32,
-               width=32, num_frames=5, num_inference_steps=3, guidance_scale=1.0, max_sequence_length=LENGTHS[name],
+    out = pipe(image=Image.fromarray(np.zeros((64, 64, 3), dtype=np.uint8)), prompt="a red circle", height=64,
+               width=64, num_frames=5, num_inference_steps=3, guidance_scale=1.0, max_sequence_length=LENGTHS[name],
                output_type="latent").frames  # fmt: skip
     assert torch.isfinite(out).all()
 

@@ -114,8 +114,8 @@ def test_the_student_loads_with_its_recipe_and_samples(world, build, tmp_path):
     pipe.set_progress_bar_config(disable=True)
     out = pipe(
         "a red circle",
-        height=32,
-        width=32,
+        height=64,
+        width=64,
         num_frames=5,
         num_inference_steps=3,
         guidance_scale=1.0,

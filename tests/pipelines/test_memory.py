@@ -318,7 +318,7 @@ def test_compilation_is_undone_where_something_fails(pipe):
 def test_compiled_blocks_give_the_same_and_leave_no_trace(pipe, extra):
     def run():
         return pipe(
-            prompt="a red circle", height=32, width=32, num_frames=5, num_inference_steps=3, guidance_scale=2.0,
+            prompt="a red circle", height=64, width=64, num_frames=5, num_inference_steps=3, guidance_scale=2.0,
             output_type="latent", max_sequence_length=16, generator=torch.Generator().manual_seed(0),
         ).frames  # fmt: skip
 

@@ -16,7 +16,7 @@ from videospark.tiny.components import build_scheduler, build_transformer
 
 
 def latents(pipe, **changes):
-    settings = {"prompt": "a red circle", "height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2}
+    settings = {"prompt": "a red circle", "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 2}
     settings |= {"guidance_scale": 2.0, "output_type": "latent", "max_sequence_length": 16} | changes
     return pipe(**settings, generator=torch.Generator().manual_seed(0)).frames
 
