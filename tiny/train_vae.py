@@ -200,7 +200,7 @@ def _fit(
             norm = optimizers.step(step, clip=1.0)
             average.update(parts, step)
             step += 1
-            if step % 20 == 0:
+            if step % 20 == 0 or step == num_steps:
                 folder.log(step, **values, grad_norm=norm)
             if step % 100 == 0 or step == num_steps:
                 tensors = {f"model.{k}": v for k, v in parts.state_dict().items()}

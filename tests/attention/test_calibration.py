@@ -244,7 +244,7 @@ def test_a_budget_takes_the_smallest_keep_ratio_within_the_bound_at_every_step()
         propose_budget(rows, 0.0)
 
 
-REQUEST = GenerationRequest("x", height=64, width=64, num_frames=17, num_inference_steps=3, guidance_scale=1.0)
+REQUEST = GenerationRequest("x", height=128, width=128, num_frames=17, num_inference_steps=3, guidance_scale=1.0)
 RECIPE = Recipe("mine", attention=dataclasses.replace(BRANCHES["rola"], token_order="tile", tile=(1, 4, 4)))
 
 

@@ -42,7 +42,7 @@ def test_pictures_change_no_number_and_are_of_the_averaged_student(world, build,
     names = sorted(p.name for p in (tmp_path / "drawn" / "samples").iterdir())
     assert names == ["step-00000002.png", "step-00000003.png"]
     pictures = [Image.open(tmp_path / "drawn" / "samples" / name) for name in names]
-    assert all(p.size == (2 * 32, 3 * 32) for p in pictures)
+    assert all(p.size == (2 * 64, 3 * 64) for p in pictures)
     assert not np.array_equal(*(np.asarray(p) for p in pictures))
     left, right = values(tmp_path / "plain"), values(tmp_path / "drawn")
     assert all(torch.equal(left[key], right[key]) for key in left)
@@ -61,7 +61,7 @@ def test_pictures_change_no_number_and_are_of_the_averaged_student(world, build,
         latents = sample_latents(as_field(runs.denoiser_of(pipe, {"transformer": pipe.transformer})), noise,
                                  (*config.model.sigmas, 0.0), condition)  # fmt: skip
     clips = decode_latents(pipe.vae, pipe.video_processor, latents)
-    first = np.asarray(pictures[1])[:32, :32].astype(int)
+    first = np.asarray(pictures[1])[:64, :64].astype(int)
     assert np.abs(first - clips[0][0].astype(int)).max() <= 2
 
 
