@@ -206,13 +206,14 @@ class InstalledAttention:
         backend: AttentionBackend,
         branches: InstalledBranches | None = None,
         auto: AutoChoice | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = config
         self._auto = auto
         self._configured = config
         self._branches = branches
         self._head_dim = int(transformer.config.attention_head_dim)  # type: ignore
-        self._dtype: torch.dtype = transformer.blocks[0].attn1.norm_q.weight.dtype  # type: ignore
+        self._dtype: torch.dtype = compute_dtype or transformer.blocks[0].attn1.norm_q.weight.dtype  # type: ignore
         keep_maps = branches is not None and any(branch.needs_block_map for branch in branches.branches)
         self._state = _State(transformer, config, backend.constraints.sparse, keep_maps, auto)
         self._layers = [block.attn1 for block in transformer.blocks]  # type: ignore
@@ -318,6 +319,7 @@ def install(
     branch_state: dict[str, torch.Tensor] | None = None,
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> InstalledAttention:
     """Compute the self-attention of `transformer` as `config` says. Cross-attention is left alone.
 
@@ -330,6 +332,7 @@ def install(
         branch_state: tensors of the branch, "blocks.N.attn1.linear_branch.X" for every layer; None starts fresh ones.
         generator: draws the fresh ones; by default one with a fixed seed, so that they are the same every time.
         device: where it will run, if not where its weights are now, as with offloading.
+        compute_dtype: of the values it will be given, if not that of its weights, as under autocast.
 
     Raises:
         ConfigError: the transformer is not one this can handle or already has a backend installed, a dense layer does
@@ -346,7 +349,8 @@ def install(
     head_dim = int(transformer.config.attention_head_dim)  # type: ignore
     # The projections' own weights may be stored in a narrower type than they compute in; their outputs follow the norm.
     weight = transformer.blocks[0].attn1.norm_q.weight  # type: ignore
-    kind, dtype = torch.device(device or weight.device).type, str(weight.dtype).removeprefix("torch.")
+    compute_dtype = compute_dtype or weight.dtype
+    kind, dtype = torch.device(device or weight.device).type, str(compute_dtype).removeprefix("torch.")
     backend = checked_backend(config, device=kind, dtype=dtype, head_dim=head_dim)
     auto = None
     if config.backend == AUTO:
@@ -355,7 +359,7 @@ def install(
     require(useful, "branch", config.branch, f"'none' with backend {config.backend!r}, which leaves nothing out")
     layers = [block.attn1 for block in transformer.blocks]  # type: ignore
     branches = InstalledBranches.build(layers, config, head_dim, branch_state, generator)
-    return InstalledAttention(transformer, config, backend, branches, auto)
+    return InstalledAttention(transformer, config, backend, branches, auto, compute_dtype)
 
 
 def _check_transformer(transformer: nn.Module) -> None:

@@ -323,8 +323,9 @@ def install_attention(
     if config.attention.backend == "dense":
         return {}
     given = branches or {}
+    narrow = torch.bfloat16 if config.training.mixed_precision == "bf16" else None
     return {
-        name: install(expert, config.attention, branch_state=given.get(name), device=device)
+        name: install(expert, config.attention, branch_state=given.get(name), device=device, compute_dtype=narrow)
         for name, expert in student.experts.items()
     }
 

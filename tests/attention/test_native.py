@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from videospark.attention import AttentionConfig
+from videospark.attention import AttentionConfig, install
 from videospark.attention.auto import choose_backend
 from videospark.attention.backends import checked_backend
 from videospark.attention.block_sparse import native
@@ -14,6 +14,7 @@ from videospark.attention.block_sparse.native import native_attention
 from videospark.attention.routing import BlockMap, block_map
 from videospark.core.config import ConfigError
 from videospark.core.numerics import relative_error, three_way
+from videospark.tiny.components import LATENT_CHANNELS, build_transformer
 
 needs_kernel = pytest.mark.skipif(bool(native.unavailable()), reason="; ".join(native.unavailable()))
 
@@ -229,3 +230,29 @@ def test_auto_takes_it_where_it_runs_and_says_why_not(monkeypatch):
 def test_auto_prefers_gather_where_there_is_amx(monkeypatch):
     monkeypatch.setattr("videospark.attention.auto._has_amx", lambda: True)
     assert choose_backend(CONFIG, device="cpu", dtype="bfloat16", head_dim=128).name == "gather"
+
+
+@needs_kernel
+def test_takes_float32_weights_under_autocast():
+    torch.manual_seed(0)
+    model = build_transformer()
+    torch.nn.init.normal_(model.proj_out.weight, std=0.05)
+    batch = {
+        "hidden_states": torch.randn(1, LATENT_CHANNELS, 5, 16, 16),
+        "encoder_hidden_states": torch.randn(1, 24, 128),
+        "timestep": torch.tensor([500.0]),
+    }
+    settings = {"keep_ratio": 0.3, "block_size_q": 16, "block_size_k": 16}
+    with pytest.raises(ConfigError, match="dtype is float32"):
+        install(model, AttentionConfig("native", **settings))
+    outputs = {}
+    for backend in ("native", "gather"):
+        handle = install(model, AttentionConfig(backend, **settings), compute_dtype=torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(**batch, return_dict=False)[0]
+        out.float().square().mean().backward()
+        outputs[backend] = out.detach(), model.blocks[0].attn1.to_q.weight.grad
+        model.zero_grad()
+        handle.remove()
+    for native_one, gather_one in zip(*outputs.values(), strict=True):
+        assert gather_one.abs().max() > 0 and relative_error(native_one, gather_one) < 0.05
