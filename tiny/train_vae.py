@@ -163,7 +163,10 @@ def train_decoder(
         mse = error.square().mean()
         edges = error.diff(dim=3).abs().mean() + error.diff(dim=4).abs().mean()
         psnr = 10 * torch.log10(4 / mse.detach())
-        return error.abs().mean() + mse + EDGE_WEIGHT * edges, {"psnr_db": float(psnr), "l1": float(error.detach().abs().mean())}
+        return error.abs().mean() + mse + EDGE_WEIGHT * edges, {
+            "psnr_db": float(psnr),
+            "l1": float(error.detach().abs().mean()),
+        }
 
     parts = nn.ModuleDict({"decoder": vae.decoder, "post_quant_conv": vae.post_quant_conv})
     _fit(StageFolder(root, "decoder"), parts, batch, loss, num_steps, (3e-3, 2e-3), compile_kernels)
