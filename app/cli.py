@@ -13,6 +13,7 @@ from . import (
     commands_bench,
     commands_calibrate,
     commands_convert,
+    commands_demo,
     commands_distill,
     commands_doctor,
     commands_evaluate,
@@ -50,6 +51,7 @@ def _root(
 
 
 app.command("generate")(guarded(commands_generate.generate))
+app.command("demo")(guarded(commands_demo.demo))
 app.command("batch")(guarded(commands_batch.batch))
 app.command("serve")(guarded(commands_serve.serve))
 app.command("evaluate")(guarded(commands_evaluate.evaluate))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..attention.processors import InstalledAttention, install
 from ..core.config import ConfigError, load_file, require, save_file
 from ..pipelines.acceleration import restore, state_of
-from ..pipelines.loading import load
+from ..pipelines.loading import load, own_recipe
 from ..quantization.qat import FakeQuantization, fake_quantize_
 from .config import DistillConfig
 from .data import BatchReader, PreparedData
@@ -68,10 +68,10 @@ def load_config(name_or_path: str | Path) -> DistillConfig:
 
 def stock_pipeline(name: str, dtype: torch.dtype) -> Any:
     """A pipeline of stock parts on the CPU: a folder, a Hub id, or "tiny" for the embedded model."""
-    if name == "tiny":
-        from ..tiny import checkpoint_path
+    from ..tiny import EMBEDDED, checkpoint_path
 
-        name = str(checkpoint_path())
+    if name in EMBEDDED:
+        name = str(checkpoint_path(name))
     pipe = load(name, device="cpu", dtype=dtype, recipe="dense")
     restore(pipe)
     return pipe
@@ -278,7 +278,12 @@ def _student(config: DistillConfig, pipe: Any) -> tuple[Denoiser, StudentStart]:
     """The student before training."""
     if config.model.student is None:
         return _copied(config, pipe), StudentStart()
-    source = load(config.model.student, device="cpu", dtype=torch.float32)
+    recipe = own_recipe(config.model.student)
+    if recipe is not None and recipe.attention.backend != "dense":
+        # Weights and branch alone are wanted, in a dtype that the backend of the recipe may not run in.
+        attention = replace(recipe.attention, backend="reference")
+        recipe = replace(recipe, attention=attention)
+    source = load(config.model.student, device="cpu", dtype=torch.float32, recipe=recipe)
     branches = {}
     if (state := state_of(source)) is not None:
         kept = {name: installed.branch_state() for name, installed in state.installed.items()}

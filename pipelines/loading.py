@@ -76,8 +76,7 @@ def load(
     looks_local = isinstance(path_or_id, Path) or folder.is_absolute() or len(folder.parts) != 2 or folder.exists()
     if looks_local and not (folder / "model_index.json").is_file():
         raise ConfigError(f"model: got {str(path_or_id)!r}; must be a folder with a model_index.json, or a Hub id")
-    chosen = recipe if recipe is not None else _side_file(path_or_id, RECIPE_FILE)
-    applied = None if chosen is None else resolve(chosen)
+    applied = own_recipe(path_or_id) if recipe is None else resolve(recipe)
     pipe = _read_pipeline(path_or_id, dtype, applied, target if offload == "none" else torch.device("cpu"))
     # What is quantized is whole in 16 bits in RAM alone: the card may have no room for that.
     in_ram = offload != "none" or (applied is not None and applied.quantization.engine in _ANY_DEVICE
@@ -96,6 +95,12 @@ def load(
     elif in_ram:
         pipe.to(target)
     return pipe
+
+
+def own_recipe(path_or_id: str | Path) -> Recipe | None:
+    """The recipe that came with a model; None where there is none."""
+    file = _side_file(path_or_id, RECIPE_FILE)
+    return None if file is None else resolve(file)
 
 
 def _read_pipeline(path_or_id: str | Path, dtype: torch.dtype, recipe: Recipe | None, device: torch.device) -> Any:

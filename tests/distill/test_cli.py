@@ -38,11 +38,11 @@ def test_the_shipped_settings_are_valid_and_listed():
     for name, config in configs.items():
         assert config["name"] == name and config["description"]
         assert config["attention"]["keep_ratio"] == 0.1 or not name.startswith("tiny-")
-    assert len(configs["tiny-pcm-4step"]["model"]["sigmas"]) == 4
+    assert len(configs["tiny-pcm-3step"]["model"]["sigmas"]) == 3
     assert len(configs["tiny-crossdistill-3step"]["model"]["sigmas"]) == 3
     listed = invoke("recipes").stdout
     assert all(name in listed for name in configs)
-    assert 'method = "pcm"' in invoke("recipes", "--show", "tiny-pcm-4step").stdout
+    assert 'method = "pcm"' in invoke("recipes", "--show", "tiny-pcm-3step").stdout
     assert invoke("recipes", "--show", "nothing").exit_code == 2
 
 
@@ -100,8 +100,8 @@ def test_prepare_then_run_then_generate(model, tmp_path):
         (("prepare", "--output", "x", "--tiny-world", -1), "tiny-world: got -1"),
         (("prepare", "--output", "x", "--clips", "nowhere"), "clips: got 'nowhere'"),
         (("run", "nowhere.toml"), "config: got 'nowhere.toml'"),
-        (("run", "tiny-unknown"), "tiny-pcm-4step"),
-        (("run", "tiny-pcm-4step", "--device", "tpu"), "device: got 'tpu'"),
+        (("run", "tiny-unknown"), "tiny-pcm-3step"),
+        (("run", "tiny-pcm-3step", "--device", "tpu"), "device: got 'tpu'"),
     ],
 )
 def test_wrong_input_is_named(arguments, message, tmp_path, monkeypatch):
