@@ -29,7 +29,7 @@ from .train_vae import WINDOW, train_vae
 Stage = Literal["all", "vae", "stills", "motion", "teacher", "grid", "export"]
 
 ENCODER_STEPS = 2500
-DECODER_STEPS = 1500
+DECODER_STEPS = 4000
 FULL = {
     "stills": GridStage(
         "stills",
@@ -47,7 +47,7 @@ FULL = {
     ),
     "motion": GridStage("motion", 64, 16384, 1500, 48, 2e-3, 1.2e-3, 3.0, decay_share=0.4),
     "teacher": GridStage("teacher", 128, 8192, 700, 16, 1.5e-3, 1e-3, 3.0, decay_share=0.6),
-    "grid": GridStage("grid", 192, 4096, 600, 8, 8e-4, 6e-4, 3.0, decay_share=0.7),
+    "grid": GridStage("grid", 192, 4096, 2000, 8, 8e-4, 6e-4, 3.0, decay_share=0.7),
 }
 QUICK_VAE_STEPS = 10
 QUICK = {
@@ -165,7 +165,7 @@ def export(output: Path, stage: str, *, size: int) -> Path:
         "num_frames": NUM_FRAMES,
         "fps": FPS,
         "num_inference_steps": 50,
-        "guidance_scale": 4.0,
+        "guidance_scale": 2.0,
         "max_sequence_length": 32,
     }
     (folder / "videospark_defaults.json").write_text(json.dumps(defaults, indent=2) + "\n", encoding="utf-8")

@@ -56,7 +56,7 @@ def test_a_training_is_planned():
     assert facts["tokens"] == 11 * 30 * 52 and facts["peak_gib"] == pytest.approx(sum(facts["gpu_gib"].values()))
     wrong = invoke("plan", options[0], "--gpu", "abacus")
     assert wrong.exit_code == 2 and "gpu: got 'abacus'" in wrong.stderr
-    nowhere = invoke("plan", "tiny-warmup-90", "--gpu", "h100")
+    nowhere = invoke("plan", "tiny-warmup-75", "--gpu", "h100")
     assert nowhere.exit_code == 2 and "model: got 'tiny'" in nowhere.stderr
 
 
