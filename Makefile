@@ -17,8 +17,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -c constraints.txt -e '.[dev,train,app]'
 	touch $(STAMP)
 
-demo: $(STAMP) ## A clip of the embedded three-step student beside its dense teacher's: outputs/demo.mp4
-	$(BIN)/videospark demo
+demo: $(STAMP) ## Make a clip with the embedded model: outputs/demo.mp4
+	$(BIN)/videospark generate --prompt "a large red circle moving right on a plain white background" --output outputs/demo.mp4
 
 test: $(STAMP) ## Run the fast tests
 	$(BIN)/pytest -q -m 'not slow'

@@ -12,8 +12,8 @@ from . import (
     commands_batch,
     commands_bench,
     commands_calibrate,
+    commands_compare,
     commands_convert,
-    commands_demo,
     commands_distill,
     commands_doctor,
     commands_evaluate,
@@ -51,7 +51,7 @@ def _root(
 
 
 app.command("generate")(guarded(commands_generate.generate))
-app.command("demo")(guarded(commands_demo.demo))
+app.command("compare")(guarded(commands_compare.compare))
 app.command("batch")(guarded(commands_batch.batch))
 app.command("serve")(guarded(commands_serve.serve))
 app.command("evaluate")(guarded(commands_evaluate.evaluate))

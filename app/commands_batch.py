@@ -28,7 +28,7 @@ def batch(
     fps: float | None = typer.Option(None, "--fps", help="Frames per second for jobs that name none."),
     seed: int = typer.Option(0, "--seed", help="First seed of jobs that name none."),
     seeds: int = typer.Option(1, "--seeds", help="Clips of each job that names no seed."),
-    model: str | None = typer.Option(None, "--model", help="Folder, hub id, tiny-3step; default: the embedded tiny."),
+    model: str | None = typer.Option(None, "--model", help="Folder or hub id; default: the embedded tiny model."),
     device: str | None = typer.Option(None, "--device", help="cpu, cuda, cuda:1, ...; default: the best one."),
     offload: str = typer.Option(
         "none", "--offload", help="none, experts, model, group, or auto: the first that fits the largest job."

@@ -19,7 +19,7 @@ NUM_CAPTIONS = 64
 
 def evaluate(
     recipe: str | None = typer.Option(None, "--recipe", help="Preset name or recipe file; default: the model's own."),
-    model: str | None = typer.Option(None, "--model", help="Model folder, or tiny-3step; default: the embedded tiny."),
+    model: str | None = typer.Option(None, "--model", help="Model folder; default: the embedded tiny model."),
     captions: int | None = typer.Option(
         None, "--captions", help="Held-out captions for the accuracy, 64 by default; with --prompts, its first lines."
     ),

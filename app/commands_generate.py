@@ -30,7 +30,7 @@ def generate(
     guidance: float | None = typer.Option(None, "--guidance", help="Guidance scale; 1 is without."),
     fps: int | None = typer.Option(None, "--fps", help="Frames per second of the mp4."),
     recipe: str | None = typer.Option(None, "--recipe", help="Preset name or recipe file; default: the model's own."),
-    model: str | None = typer.Option(None, "--model", help="Folder, hub id, tiny-3step; default: the embedded tiny."),
+    model: str | None = typer.Option(None, "--model", help="Folder or hub id; default: the embedded tiny model."),
     lora: list[str] = typer.Option(
         [], "--lora", help="FILE[:WEIGHT][@high|@low|@both]; several times for several. Of two experts both by default."
     ),

@@ -23,7 +23,7 @@ _GENERAL_EXAMPLES = (
 
 
 def serve(
-    model: str | None = typer.Option(None, "--model", help="Folder, hub id, tiny-3step; default: the embedded tiny."),
+    model: str | None = typer.Option(None, "--model", help="Folder or hub id; default: the embedded tiny model."),
     device: list[str] = typer.Option([], "--device", help="cpu, cuda:0, ...; several times for several workers."),
     offload: str = typer.Option("none", "--offload", help="none, experts, model, group, or auto: what fits first."),
     outputs: Path = typer.Option(Path("outputs/page"), "--outputs", help="Folder of the clips: the only one served."),
@@ -50,12 +50,10 @@ def serve(
         raise NotADirectoryError(f"outputs: got {str(outputs)!r}; must be a folder, and this is a file")
     if importlib.util.find_spec("gradio") is None:
         raise ImportError("gradio is not installed; the page needs it: pip install 'videospark[app]'")
-    from ..tiny import EMBEDDED
-
     located = locate_model(model)
-    embedded = model is None or model in EMBEDDED
-    limits = _limits(max_queue, max_pixels)
-    server = Server(located, device or [None], outputs, limits, embedded=embedded, offload=offload)
+    server = Server(
+        located, device or [None], outputs, _limits(max_queue, max_pixels), embedded=model is None, offload=offload
+    )
     address = server.start(host, port, login, max_upload_mb)
     typer.echo(f"{address}  (clips in {outputs}; Ctrl-C ends it)")
     try:

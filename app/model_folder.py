@@ -10,25 +10,22 @@ from typing import Any
 
 
 def locate_model(model: str | None) -> str:
-    """The folder or hub id to load; None is the embedded "tiny", and its students have names as well.
+    """The folder or hub id to load; None is the embedded tiny model.
 
     Raises:
         FileNotFoundError: it is neither a model folder nor of the form `owner/name`, or no model is embedded.
     """
-    from ..tiny import EMBEDDED, checkpoint_path
+    if model is None:
+        from ..tiny import checkpoint_path
 
-    if model is None or model in EMBEDDED:
-        return str(checkpoint_path(model or "tiny"))
+        return str(checkpoint_path())
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "model_index.json").is_file():
             raise FileNotFoundError(f"model: got {model!r}; the folder has no model_index.json, so it is no pipeline")
         return str(folder)
     if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
-        raise FileNotFoundError(
-            f"model: got {model!r}; must be a diffusers folder, a hub id of the form "
-            f"owner/name, or one of {', '.join(EMBEDDED)}"
-        )
+        raise FileNotFoundError(f"model: got {model!r}; must be a diffusers folder or a hub id of the form owner/name")
     return model
 
 

@@ -68,10 +68,10 @@ def load_config(name_or_path: str | Path) -> DistillConfig:
 
 def stock_pipeline(name: str, dtype: torch.dtype) -> Any:
     """A pipeline of stock parts on the CPU: a folder, a Hub id, or "tiny" for the embedded model."""
-    from ..tiny import EMBEDDED, checkpoint_path
+    if name == "tiny":
+        from ..tiny import checkpoint_path
 
-    if name in EMBEDDED:
-        name = str(checkpoint_path(name))
+        name = str(checkpoint_path())
     pipe = load(name, device="cpu", dtype=dtype, recipe="dense")
     restore(pipe)
     return pipe

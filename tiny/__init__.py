@@ -1,24 +1,18 @@
-"""The embedded default: a small Wan, really trained, its students, and the world that they were trained on."""
+"""The embedded default: a small Wan, really trained, and the world that it was trained on."""
 
 from pathlib import Path
 
 if not __name__.startswith("videospark."):
     raise ImportError("import this package as videospark.tiny: a second copy under its bare name hides bugs")
 
-EMBEDDED = {"tiny": "checkpoint", "tiny-3step": "students/3step"}
-"""Folders of the embedded models: the dense teacher, and its student of three steps without guidance."""
 
-
-def checkpoint_path(name: str = "tiny") -> Path:
-    """Folder of an embedded model, in diffusers layout.
+def checkpoint_path() -> Path:
+    """Folder of the embedded model, in diffusers layout.
 
     Raises:
-        ValueError: there is none of that name.
-        FileNotFoundError: the package was installed without it.
+        FileNotFoundError: the package was installed without its checkpoint.
     """
-    if name not in EMBEDDED:
-        raise ValueError(f"name: got {name!r}; must be one of {', '.join(EMBEDDED)}")
-    path = Path(__file__).parent / EMBEDDED[name]
+    path = Path(__file__).parent / "checkpoint"
     if not (path / "model_index.json").is_file():
-        raise FileNotFoundError(f"{path}: the embedded model {name!r} is missing; `videospark tiny train` makes `tiny`")
+        raise FileNotFoundError(f"{path}: the embedded checkpoint is missing; `videospark tiny train` makes it anew")
     return path

@@ -3,17 +3,13 @@
 import json
 
 import numpy as np
-import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from PIL import Image
 
-import videospark
-from videospark.core.config import ConfigError
-from videospark.pipelines.generation import GenerationRequest, generate
-from videospark.tiny import EMBEDDED, checkpoint_path, components
+from videospark.tiny import checkpoint_path, components
 
-LIMIT_BYTES = {"tiny": 16 * 2**20, "tiny-3step": 12 * 2**20}
+LIMIT_BYTES = 16 * 2**20
 
 
 def _generate(pipe, **inputs):
@@ -32,10 +28,9 @@ def _generate(pipe, **inputs):
     ).frames[0]
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
-def test_it_is_small_and_holds_nothing_but_data(name):
-    files = [f for f in checkpoint_path(name).rglob("*") if f.is_file()]
-    assert sum(f.stat().st_size for f in files) <= LIMIT_BYTES[name]
+def test_it_is_small_and_holds_nothing_but_data():
+    files = [f for f in checkpoint_path().rglob("*") if f.is_file()]
+    assert sum(f.stat().st_size for f in files) <= LIMIT_BYTES
     assert {f.suffix for f in files} <= {".json", ".safetensors"}
     assert not [f for f in files if f.name == "config.json" and "_name_or_path" in f.read_text(encoding="utf-8")]
 
@@ -49,24 +44,6 @@ def test_stock_pipelines_generate_from_it():
     to_video = WanImageToVideoPipeline(transformer=pipe.transformer, expand_timesteps=True, **parts)
     frames = _generate(to_video, image=image)
     assert frames.shape == (5, 64, 64, 3) and np.isfinite(frames).all()
-
-
-def test_the_student_comes_with_its_recipe_and_runs_in_three_steps():
-    pipe = videospark.load(checkpoint_path("tiny-3step"), device="cpu")
-    result = generate(pipe, GenerationRequest("a large red circle", seed=0, height=64, width=64, num_frames=5))
-    assert result.request.num_inference_steps == 3 and result.request.guidance_scale == 1.0
-    assert len(result.stages["step_seconds"]) == 3
-    rows = result.report["layers"]
-    assert len(rows) == 6 and all(row["branch"] == "rola" and row["branch_weights"] == "given" for row in rows)
-    assert all(row["backend"] not in ("dense", "auto") for row in rows)
-    assert all(row["nominal_sparsity"] == pytest.approx(0.9) for row in rows)
-    with pytest.raises(ConfigError, match="num_inference_steps"):
-        generate(pipe, GenerationRequest("a circle", seed=0, num_inference_steps=50))
-
-
-def test_an_unknown_name_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="tiny-3step"):
-        checkpoint_path("tiny-5step")
 
 
 def test_its_tokenizer_and_defaults_are_those_of_the_code():

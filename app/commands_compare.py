@@ -1,4 +1,4 @@
-"""`videospark demo`: a clip of a student beside one of its dense teacher, from the same prompt and seed."""
+"""`videospark compare`: a clip of a student beside one of its dense teacher, from the same prompt and seed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from .commands_generate import StepProgress, stage_table
 from .console import check_writable, dump_json, quiet_loading, require_at_least
 from .model_folder import locate_model
 
-PROMPT = "a large red circle moving right on a plain white background"
 CAPTION_HEIGHT = 18
 BACKGROUND, INK = (255, 255, 255), (40, 40, 40)
 
 
-def demo(
-    prompt: str = typer.Option(PROMPT, "--prompt", "-p", help="What the clips show."),
+def compare(
+    model: str = typer.Option(..., "--model", help="The student: a folder or hub id."),
+    against: str | None = typer.Option(
+        None, "--against", help="The dense teacher, likewise, without its recipe; default: the embedded tiny model."
+    ),
+    prompt: str = typer.Option(..., "--prompt", "-p", help="What the clips show."),
     seed: int = typer.Option(0, "--seed", help="0 or more; the same noise for both."),
-    model: str = typer.Option("tiny-3step", "--model", help="The student: folder, hub id or embedded model."),
-    against: str = typer.Option("tiny", "--against", help="The dense teacher, likewise; its own recipe is left out."),
     device: str | None = typer.Option(None, "--device", help="cpu, cuda, cuda:1, ...; default: the best one."),
-    output: Path = typer.Option(Path("outputs/demo.mp4"), "--output", "-o", help="The student's mp4."),
+    output: Path = typer.Option(Path("outputs/compare.mp4"), "--output", "-o", help="The student's mp4."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON on stdout."),
 ) -> None:
-    """Make a clip with the embedded student and with its dense teacher, and both side by side."""
+    """Make a clip with a student and with its dense teacher, from the same noise, and both side by side."""
     if output.suffix.lower() != ".mp4":
         raise ValueError(f"output: got {str(output)!r}; must end in .mp4")
     if not prompt.strip():

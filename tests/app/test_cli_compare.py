@@ -1,4 +1,4 @@
-"""`videospark demo` with an untrained tiny pipeline in both roles: its files, the same noise, refusals."""
+"""`videospark compare` with an untrained tiny pipeline in both roles: its files, the same noise, refusals."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ runner = CliRunner()
 
 
 def run(*arguments):
-    return runner.invoke(app, ["demo", "--device", "cpu", *(str(a) for a in arguments)])
+    return runner.invoke(app, ["compare", "--device", "cpu", *(str(a) for a in arguments)])
 
 
 @pytest.fixture(scope="module")
 def shown(model_folder, tmp_path_factory):
-    output = tmp_path_factory.mktemp("demo") / "clip.mp4"
-    result = run("--model", model_folder, "--against", model_folder, "--seed", 3, "--output", output, "--json")
+    output = tmp_path_factory.mktemp("compare") / "clip.mp4"
+    both = ("--model", model_folder, "--against", model_folder)
+    result = run(*both, "--prompt", "a red circle", "--seed", 3, "--output", output, "--json")
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout), output
 
@@ -49,11 +50,11 @@ def test_both_clips_and_both_beside_each_other_are_written(shown):
         (["--output", "clip.gif"], "must end in .mp4"),
         (["--prompt", " "], "prompt"),
         (["--seed", -1], "seed"),
-        (["--model", "no-such"], "tiny-3step"),
+        (["--against", "no-such"], "model: got 'no-such'"),
     ],
 )
-def test_wrong_input_is_refused_before_loading(arguments, words, tmp_path, monkeypatch):
+def test_wrong_input_is_refused_before_loading(arguments, words, model_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = run(*arguments)
+    result = run("--model", model_folder, "--prompt", "a red circle", *arguments)
     assert result.exit_code == 2 and words in result.stderr
     assert not list(tmp_path.rglob("*.mp4"))
