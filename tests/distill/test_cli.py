@@ -37,7 +37,7 @@ def test_the_shipped_settings_are_valid_and_listed():
     assert {c["method"] for c in configs.values()} >= {"sparse_warmup", "pcm", "crossdistill"}
     for name, config in configs.items():
         assert config["name"] == name and config["description"]
-        assert config["attention"]["keep_ratio"] == 0.1 or not name.startswith("tiny-")
+        assert config["attention"]["keep_ratio"] == 0.25 or not name.startswith("tiny-")
     assert len(configs["tiny-pcm-3step"]["model"]["sigmas"]) == 3
     assert len(configs["tiny-crossdistill-3step"]["model"]["sigmas"]) == 3
     listed = invoke("recipes").stdout
