@@ -101,7 +101,7 @@ def _with_caption(result: Any) -> Any:
     import numpy as np
     from PIL import Image, ImageDraw
 
-    _, height, width, _ = result.frames.shape
+    width = result.frames.shape[2]
     line = Image.new("RGB", (width, CAPTION_HEIGHT), BACKGROUND)
     text = f"{result.request.num_inference_steps} steps, denoised in {result.stages['seconds']['denoise']:.2f} s"
     ImageDraw.Draw(line).text((4, 3), text, fill=INK)

@@ -206,14 +206,15 @@ class InstalledAttention:
         backend: AttentionBackend,
         branches: InstalledBranches | None = None,
         auto: AutoChoice | None = None,
-        compute_dtype: torch.dtype | None = None,
+        *,
+        compute_dtype: torch.dtype,
     ) -> None:
         self.config = config
         self._auto = auto
         self._configured = config
         self._branches = branches
         self._head_dim = int(transformer.config.attention_head_dim)  # type: ignore
-        self._dtype: torch.dtype = compute_dtype or transformer.blocks[0].attn1.norm_q.weight.dtype  # type: ignore
+        self._dtype = compute_dtype
         keep_maps = branches is not None and any(branch.needs_block_map for branch in branches.branches)
         self._state = _State(transformer, config, backend.constraints.sparse, keep_maps, auto)
         self._layers = [block.attn1 for block in transformer.blocks]  # type: ignore
@@ -359,7 +360,7 @@ def install(
     require(useful, "branch", config.branch, f"'none' with backend {config.backend!r}, which leaves nothing out")
     layers = [block.attn1 for block in transformer.blocks]  # type: ignore
     branches = InstalledBranches.build(layers, config, head_dim, branch_state, generator)
-    return InstalledAttention(transformer, config, backend, branches, auto, compute_dtype)
+    return InstalledAttention(transformer, config, backend, branches, auto, compute_dtype=compute_dtype)
 
 
 def _check_transformer(transformer: nn.Module) -> None:

@@ -136,7 +136,7 @@ def _build(config: DistillConfig, data: PreparedData, accelerator: Accelerator, 
     student, start = _student(config, pipe)
     if sharding is None:
         student.to(accelerator.device)
-    attention = install_attention(config, student, start.branches, accelerator.device)
+    attention = install_attention(config, student, start.branches, accelerator.device, _autocast_dtype(config))
     on_grid = fake_quantize(config, student)
     trained = {"student": _role(config, "student", student, sharding)}
     if "critic" in method.trained_roles:
@@ -237,7 +237,7 @@ def _rebuilt_student(
 ) -> tuple[Denoiser, dict[str, InstalledAttention]]:
     """The student as it was before training, on the CPU and in one piece, with the trained values in it."""
     student, start = _student(config, stock_pipeline(config.model.teacher, torch.float32))
-    attention = install_attention(config, student, start.branches, device)
+    attention = install_attention(config, student, start.branches, device, _autocast_dtype(config))
     copy_values(choose_trainable(student, config.training, config.attention), values)
     return student, attention
 
@@ -319,20 +319,26 @@ def install_attention(
     student: Denoiser,
     branches: dict[str, dict[str, torch.Tensor]] | None = None,
     device: torch.device | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> dict[str, InstalledAttention]:
     """Puts the sparse attention of the settings into every expert; nothing where it is dense.
 
     `branches` are tensors of linear branches by expert; those that are not given start fresh. `device` is where the
-    student will run, if not where it is now.
+    student will run, if not where it is now, `compute_dtype` what it computes in, if not in that of its weights.
     """
     if config.attention.backend == "dense":
         return {}
     given = branches or {}
-    narrow = torch.bfloat16 if config.training.mixed_precision == "bf16" else None
     return {
-        name: install(expert, config.attention, branch_state=given.get(name), device=device, compute_dtype=narrow)
+        name: install(
+            expert, config.attention, branch_state=given.get(name), device=device, compute_dtype=compute_dtype
+        )
         for name, expert in student.experts.items()
     }
+
+
+def _autocast_dtype(config: DistillConfig) -> torch.dtype | None:
+    return torch.bfloat16 if config.training.mixed_precision == "bf16" else None
 
 
 def fake_quantize(config: DistillConfig, student: Denoiser) -> list[FakeQuantization]:

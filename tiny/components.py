@@ -5,7 +5,7 @@
 | tokenizer | `PreTrainedTokenizerFast`, one token per word, unknown words become `<unk>` | 31 words |
 | text encoder | `UMT5EncoderModel`, 2 layers of width 128 | 0.3 M |
 | transformer | `WanTransformer3DModel`, 6 layers, 3 heads of 64, patch (1, 2, 2) | 3.4 M |
-| VAE | `AutoencoderKLWan` in its Wan 2.2 form, stride 4 x 8 x 8, 8 latent channels | 1.2 M |
+| VAE | `AutoencoderKLWan` in its Wan 2.2 form, stride 4 x 8 x 8, 10 latent channels | 1.2 M |
 
 It is conditioned as Wan 2.2 TI2V is (`expand_timesteps`): one time per token, so that the same weights serve
 `WanPipeline` and, with the first latent frame kept clean, `WanImageToVideoPipeline`.

@@ -38,7 +38,7 @@ MAX_NOISE = 0.2
 """Largest standard deviation of the noise that the decoder is trained with, in normalised latents."""
 DECAY_SHARE = 0.6
 MISDRAWN_SHARE = 0.2
-"""Share of clips in which the decoder sees outlines of other forms; with half of them all corners turned round."""
+"""Share of clips in which the decoder sees outlines of other forms; see docs/decisions.md."""
 EDGE_WEIGHT = 2.0
 
 

@@ -54,10 +54,13 @@ def native_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         bfloat16 [batch, length_q, heads, head_dim]. Sums are float32, weights and their slopes bfloat16.
 
     Raises:
+        TypeError: another dtype of the values; the kernel would read their bits as bfloat16.
         NativeBuildError: there is no kernel here; see `unavailable`.
         MemoryError: it could not get its working memory, that of two heads' keys (backward: four) and a few hundred KiB
             per thread.
     """
+    if value.dtype != torch.bfloat16:
+        raise TypeError(f"value: got {value.dtype}; must be torch.bfloat16, all that the native kernel computes in")
     query, key = query.to(value.dtype), key.to(value.dtype)
     out: torch.Tensor = _NativeAttention.apply(query, key, value, block_map)  # type: ignore[no-untyped-call]
     return out

@@ -256,3 +256,11 @@ def test_takes_float32_weights_under_autocast():
         handle.remove()
     for native_one, gather_one in zip(*outputs.values(), strict=True):
         assert gather_one.abs().max() > 0 and relative_error(native_one, gather_one) < 0.05
+
+
+@needs_kernel
+def test_values_of_another_dtype_are_refused():
+    x = torch.randn(1, 32, 1, 16)
+    chosen = BlockMap(torch.zeros(1, 1, 2, 1, dtype=torch.int64), 16, 16, 32, 32)
+    with pytest.raises(TypeError, match="value: got torch.float32"):
+        native_attention(x, x, x, chosen)
