@@ -4,7 +4,7 @@
     stills   denoiser and text encoder on single frames of 128 x 128         -> OUTPUT/stills
     motion   the same weights on clips of 64 x 64 x 17, 80 tokens            -> OUTPUT/motion
     teacher  the same weights at 128 x 128 x 17, 320 tokens                  -> OUTPUT/teacher
-    grid     the same weights at 192 x 192 x 17, 720 tokens                  -> OUTPUT/grid
+    grid     the same weights at 192 x 192 x 17, 720 tokens, and 64 x 64     -> OUTPUT/grid
     export   the pipeline in diffusers layout, bf16, with its defaults       -> OUTPUT/checkpoint
 
 Each stage picks up its newest complete checkpoint, so the same command continues an interrupted run.
@@ -47,14 +47,18 @@ FULL = {
     ),
     "motion": GridStage("motion", 64, 16384, 1500, 48, 2e-3, 1.2e-3, 3.0, decay_share=0.4),
     "teacher": GridStage("teacher", 128, 8192, 700, 16, 1.5e-3, 1e-3, 3.0, decay_share=0.6),
-    "grid": GridStage("grid", 192, 4096, 2000, 8, 8e-4, 6e-4, 3.0, decay_share=0.7),
+    "grid": GridStage(
+        "grid", 192, 4096, 4000, 8, 1e-3, 8e-4, 3.0, decay_share=0.6, two_shapes_share=0.5, small_until=0.65
+    ),
 }
+SMALL = {"grid": "motion"}
+"""Stages that go on with another's smaller clips beside their own."""
 QUICK_VAE_STEPS = 10
 QUICK = {
     "stills": GridStage("stills", 64, 32, 20, 8, 2.5e-3, 1.5e-3, 2.0, first_frame_share=0.0, num_frames=1),
-    "motion": GridStage("motion", 64, 16, 10, 4, 2e-3, 1.5e-3, 3.0),
+    "motion": GridStage("motion", 64, 32, 10, 4, 2e-3, 1.5e-3, 3.0),
     "teacher": GridStage("teacher", 64, 16, 20, 4, 2e-3, 1.5e-3, 3.0),
-    "grid": GridStage("grid", 96, 8, 10, 2, 7e-4, 5e-4, 3.0),
+    "grid": GridStage("grid", 96, 32, 10, 2, 7e-4, 5e-4, 3.0, two_shapes_share=0.5, small_until=0.65),
 }
 
 
@@ -114,12 +118,23 @@ def _load_denoiser(output: Path, stage: str) -> tuple[torch.nn.Module, torch.nn.
 
 
 def _train_denoiser(name: str, start_from: str | None, output: Path, quick: bool, compile_kernels: bool) -> Path:
-    stage = (QUICK if quick else FULL)[name]
+    stages = QUICK if quick else FULL
+    stage, small = stages[name], stages[SMALL[name]] if name in SMALL else None
     vae = _load_vae(output)
     start = None if start_from is None else _load_denoiser(output, start_from)
-    path = output / f"latents_{stage.size}x{stage.num_frames}.safetensors"
-    latents = encode_dataset(path, size=stage.size, num_clips=stage.num_clips, num_frames=stage.num_frames)
-    transformer, text_encoder = train_grid(output, stage, latents, start, compile_blocks=compile_kernels)
+
+    def latents(of: GridStage) -> torch.Tensor:
+        path = output / f"latents_{of.size}x{of.num_frames}.safetensors"
+        return encode_dataset(path, size=of.size, num_clips=of.num_clips, num_frames=of.num_frames)
+
+    transformer, text_encoder = train_grid(
+        output,
+        stage,
+        latents(stage),
+        start,
+        small=None if small is None else (small, latents(small)),
+        compile_blocks=compile_kernels,
+    )
     folder = output / stage.name
     transformer.save_pretrained(folder / "model" / "transformer")
     text_encoder.save_pretrained(folder / "model" / "text_encoder")

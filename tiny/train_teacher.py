@@ -8,7 +8,7 @@ in these the caption's motion is all that is left to learn, which is also what m
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,8 @@ class GridStage:
         first_frame_share: samples that keep their first latent frame.
         num_frames: 17, or 1 for stills, whose captions say nothing of motion.
         average_decay: of the exponential average of the weights.
+        two_shapes_share: samples with two shapes; None leaves them as they come, a third.
+        small_until: up to this part of the steps, every second one is on the smaller clips that `train_grid` is given.
     """
 
     name: str
@@ -59,6 +61,8 @@ class GridStage:
     first_frame_share: float = 0.4
     num_frames: int = NUM_FRAMES
     average_decay: float = 0.998
+    two_shapes_share: float | None = None
+    small_until: float = 0.0
 
 
 def encode_dataset(path: Path, *, size: int, num_clips: int, num_frames: int = NUM_FRAMES) -> torch.Tensor:
@@ -193,9 +197,13 @@ def train_grid(
     latents: torch.Tensor,
     start: tuple[WanTransformer3DModel, UMT5EncoderModel] | None = None,
     *,
+    small: tuple[GridStage, torch.Tensor] | None = None,
     compile_blocks: bool = True,
 ) -> tuple[WanTransformer3DModel, UMT5EncoderModel]:
-    """Train (or resume) the denoiser and text encoder together; returns the averaged weights."""
+    """Train (or resume) the denoiser and text encoder together; returns the averaged weights.
+
+    `small` gives the clips of every second step up to `stage.small_until`: its stage's size, batch and shift.
+    """
     folder = StageFolder(root, stage.name)
     torch.manual_seed(1)
     transformer, text_encoder = start or (build_transformer(), build_text_encoder())
@@ -229,12 +237,14 @@ def train_grid(
         average.values = {k[4:]: v for k, v in tensors.items() if k.startswith("ema.")}
         optimizers.load_state_dict(optimizer_state)
 
-    side = latents.shape[-1] // transformer.config.patch_size[2]
-    table = fast_forward.rotary_table(transformer, (latents.shape[2], side, side))
-    denoise = torch.compile(fast_forward.denoise) if compile_blocks else fast_forward.denoise
+    runs = [_Clips(stage, latents, transformer)]
+    if small is not None:
+        runs.append(_Clips(replace(small[0], two_shapes_share=stage.two_shapes_share), small[1], transformer))
+    denoise = torch.compile(fast_forward.denoise, dynamic=False) if compile_blocks else fast_forward.denoise
 
     while step < stage.num_steps:
-        loss, parts = _loss(stage, step, latents, tokenizer, model, denoise, table)
+        on_small = small is not None and step % 2 == 0 and step < stage.small_until * stage.num_steps
+        loss, parts = _loss(runs[on_small], step, tokenizer, model, denoise)
         loss.backward()
         norm = optimizers.step(step, clip=1.0)
         average.update(model, step)
@@ -248,11 +258,32 @@ def train_grid(
     return transformer.eval(), text_encoder.eval()
 
 
-def _loss(stage, step, latents, tokenizer, model, denoise, table):
+class _Clips:
+    """The latents of one clip size, and how they are drawn."""
+
+    def __init__(self, stage: GridStage, latents: torch.Tensor, transformer: WanTransformer3DModel) -> None:
+        self.stage, self.latents = stage, latents
+        side = latents.shape[-1] // transformer.config.patch_size[2]
+        self.table = fast_forward.rotary_table(transformer, (latents.shape[2], side, side))
+        if stage.two_shapes_share is not None:
+            shapes = np.array([len(sample_scene(seed).shapes) for seed in range(len(latents))])
+            self._by_shapes = np.flatnonzero(shapes == 1), np.flatnonzero(shapes == 2)
+
+    def draw(self, rng: np.random.Generator) -> np.ndarray:
+        """Which clips make the next batch, `[B]`."""
+        size, share = self.stage.batch_size, self.stage.two_shapes_share
+        if share is None:
+            return rng.integers(0, len(self.latents), size)
+        single, double = (rng.choice(rows, size) for rows in self._by_shapes)
+        return np.where(rng.random(size) < share, double, single)
+
+
+def _loss(clips, step, tokenizer, model, denoise):
     """Flow-matching loss of one step; everything random in it is a function of the step alone."""
+    stage, latents = clips.stage, clips.latents
     rng = np.random.default_rng([stage.size, stage.num_frames, step])
     batch, frames = stage.batch_size, latents.shape[2]
-    index = rng.integers(0, len(latents), batch)
+    index = clips.draw(rng)
     clean = latents[torch.as_tensor(index)].float()
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(step))
     sigma, keeps_first = _draw(rng, batch, frames, stage.shift, stage.first_frame_share)
@@ -271,7 +302,7 @@ def _loss(stage, step, latents, tokenizer, model, denoise, table):
 
     with torch.autocast("cpu", torch.bfloat16):
         text, bias = encode_captions(tokenizer, model["text_encoder"], texts, lengths)
-        velocity = denoise(model["transformer"], noisy, s * 1000, text, bias, table)
+        velocity = denoise(model["transformer"], noisy, s * 1000, text, bias, clips.table)
     scored = torch.ones(batch, frames)
     scored[torch.as_tensor(keeps_first), 0] = 0
     squared = (velocity.float() - (noise - clean)).square().mean(1)

@@ -1,11 +1,15 @@
 """Training stages: they learn, they resume to the same weights, they refuse what they cannot do."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from videospark.tiny.components import LATENT_CHANNELS
+from videospark.tiny import train_teacher
+from videospark.tiny.components import LATENT_CHANNELS, build_transformer
+from videospark.tiny.dataset import sample_scene
 from videospark.tiny.train import train
 from videospark.tiny.train_teacher import GridStage, train_grid
 from videospark.tiny.train_vae import train_vae
@@ -13,11 +17,11 @@ from videospark.tiny.train_vae import train_vae
 
 @pytest.fixture(scope="module")
 def latents():
-    return torch.randn(8, LATENT_CHANNELS, 2, 8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return torch.randn(32, LATENT_CHANNELS, 2, 8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
 def _stage(num_steps):
-    return GridStage("teacher", 128, 8, num_steps, 2, 2e-3, 1.5e-3, 3.0, decay_share=1.0)
+    return GridStage("teacher", 128, 32, num_steps, 2, 2e-3, 1.5e-3, 3.0, decay_share=1.0)
 
 
 def test_an_interrupted_run_equals_an_uninterrupted_one(tmp_path, latents, monkeypatch):
@@ -65,6 +69,25 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(tmp_path, latents, monke
     resumed, _ = train_grid(tmp_path / "broken", _stage(6), latents, compile_blocks=False)
     for (name, a), (_, b) in zip(whole.named_parameters(), resumed.named_parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_small_clips_alternate_with_the_stage_s_own(tmp_path, latents, monkeypatch):
+    seen = []
+    whole = train_teacher._loss
+    monkeypatch.setattr(
+        train_teacher, "_loss", lambda clips, step, *rest: (seen.append(clips.stage.size), whole(clips, step, *rest))[1]
+    )
+    stage = replace(_stage(8), two_shapes_share=0.5, small_until=0.5)
+    small = GridStage("motion", 64, 32, 1, 4, 2e-3, 1.5e-3, 3.0)
+    train_grid(tmp_path, stage, latents, small=(small, latents[..., ::2, ::2].contiguous()), compile_blocks=False)
+    assert seen == [64, 128, 64, 128, 128, 128, 128, 128]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_share_of_clips_with_two_shapes(latents, share):
+    clips = train_teacher._Clips(replace(_stage(1), two_shapes_share=share), latents, build_transformer())
+    drawn = clips.draw(np.random.default_rng(0))
+    assert {len(sample_scene(int(seed)).shapes) for seed in drawn} == {1 + int(share)}
 
 
 def test_the_loss_falls(tmp_path, latents):
