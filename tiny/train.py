@@ -48,7 +48,18 @@ FULL = {
     "motion": GridStage("motion", 64, 16384, 1500, 48, 2e-3, 1.2e-3, 3.0, decay_share=0.4),
     "teacher": GridStage("teacher", 128, 8192, 700, 16, 1.5e-3, 1e-3, 3.0, decay_share=0.6),
     "grid": GridStage(
-        "grid", 192, 4096, 4000, 8, 1e-3, 8e-4, 3.0, decay_share=0.6, two_shapes_share=0.5, small_until=0.65
+        "grid",
+        192,
+        4096,
+        4500,
+        8,
+        1.2e-3,
+        9e-4,
+        3.0,
+        decay_share=0.6,
+        two_shapes_share=0.6,
+        small_until=0.72,
+        small_steps=3,
     ),
 }
 SMALL = {"grid": "motion"}
@@ -180,7 +191,7 @@ def export(output: Path, stage: str, *, size: int) -> Path:
         "num_frames": NUM_FRAMES,
         "fps": FPS,
         "num_inference_steps": 50,
-        "guidance_scale": 2.0,
+        "guidance_scale": 1.5,
         "max_sequence_length": 32,
     }
     (folder / "videospark_defaults.json").write_text(json.dumps(defaults, indent=2) + "\n", encoding="utf-8")
