@@ -24,7 +24,7 @@ from . import (
     commands_tiny,
 )
 from .console import guarded, package_version
-from .process import prepare_process
+from .process import prepare_process, quiet_remarks
 
 app = typer.Typer(
     name="videospark",
@@ -68,6 +68,7 @@ app.add_typer(commands_tiny.app, name="tiny")
 def main() -> None:
     """Entry point of the console script."""
     prepare_process()
+    quiet_remarks()
     app()
 
 

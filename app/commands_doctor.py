@@ -20,6 +20,7 @@ _PACKAGES: tuple[tuple[str, str, str, str], ...] = (
     ("triton", "triton", "GPU kernels; without it the torch path runs", "comes with CUDA builds of torch on Linux"),
     ("transformer-engine", "transformer_engine", "FP8 layers (optional)", "pip install transformer-engine[pytorch]"),
     ("torchao", "torchao", "quantization (optional)", "pip install torchao"),
+    ("torchvision", "torchvision", "prepares pictures for CLIP; without it PIL does", "pip install torchvision"),
     ("gradio", "gradio", "the web page (optional)", "pip install gradio"),
     ("ray", "ray", "batches over several machines (optional)", "pip install ray"),
 )
@@ -119,7 +120,7 @@ def _render(report: dict[str, Any]) -> str:
     for row in report["software"]:
         state = row["version"] or "missing"
         detail = row["problem"] or row["purpose"]
-        lines.append(f"  {row['name']:<20}{state:<18}{detail}".rstrip())
+        lines.append(f"  {row['name']:<20}{state:<17} {detail}".rstrip())
         if row["get"]:
             lines.append(f"  {'':<20}get it: {row['get']}")
     lines.append("")

@@ -7,6 +7,7 @@ that is nearly full from losing memory between allocations. Whatever the user ha
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import MutableMapping
@@ -44,3 +45,12 @@ def prepare_process(
     made = {name: value for name, value in wanted.items() if name not in environment}
     environment.update(made)
     return made
+
+
+def quiet_remarks() -> None:
+    """Drop the remark of transformers, at every start, that pictures are prepared by PIL where torchvision is absent.
+
+    It names a class that nobody here has asked for; `videospark doctor` lists torchvision and what it is for.
+    """
+    logger = logging.getLogger("transformers.utils.import_utils")
+    logger.addFilter(lambda record: "requires torchvision" not in record.getMessage())

@@ -1,6 +1,7 @@
 """What is settled before PyTorch is imported, and that a second process finds the compiled code of the first."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 
-from videospark.app.process import ALLOCATOR, EXPANDABLE, prepare_process
+from videospark.app.process import ALLOCATOR, EXPANDABLE, prepare_process, quiet_remarks
 
 
 def test_what_the_user_set_stays(tmp_path):
@@ -20,6 +21,18 @@ def test_what_the_user_set_stays(tmp_path):
     prepare_process(fresh, "linux")
     assert fresh[ALLOCATOR[0]] == EXPANDABLE and prepare_process(fresh, "linux") == {}
     assert ALLOCATOR[0] not in prepare_process({"XDG_CACHE_HOME": str(tmp_path)}, "win32")
+
+
+def test_one_remark_is_dropped_and_no_other(caplog):
+    logger = logging.getLogger("transformers.utils.import_utils")
+    before = list(logger.filters)
+    quiet_remarks()
+    try:
+        logger.warning("`A` requires torchvision (not installed); falling back to `B`")
+        logger.warning("something else")
+    finally:
+        logger.filters[:] = before
+    assert caplog.messages == ["something else"]
 
 
 def test_no_place_for_a_cache_is_no_failure(tmp_path):
