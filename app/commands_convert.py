@@ -39,7 +39,7 @@ def convert(
     from ..core.config import require
     from ..pipelines.convert import convert_checkpoint
 
-    require(shard > 0, "shard", shard, "more than 0")
+    require(2**-10 <= shard < 2**20, "shard", shard, "at least a MiB (0.001) and finite, in GiB")
     report = convert_checkpoint(
         source, to, low=low, base=base, format=format, sparsity=sparsity, steps=steps, backend=backend, dtype=dtype,
         drop_gate=drop_gate, quantize=quantize, max_shard_bytes=int(shard * 2**30),

@@ -94,6 +94,7 @@ def find_card(name: str | None) -> Card:
     rule = f"one of {', '.join(CARDS)}, or a memory as in 16gb"
     require(memory is not None, "gpu", name, rule)
     assert memory is not None
+    require(float(memory[1]) > CONTEXT_GIB, "gpu", name, f"more than the {CONTEXT_GIB} GiB that CUDA takes for itself")
     return Card(name, float(memory[1]), 0, 0, 0, 0)
 
 

@@ -33,6 +33,8 @@ def find_sources(source: Path, low: Path | None = None) -> dict[str, Source]:
         FileNotFoundError: no such file or folder.
     """
     if low is not None:
+        require(not low.exists() or not source.exists() or not low.samefile(source), "low", str(low),
+                f"another file than the high-noise expert {source.name}")  # fmt: skip
         return {"transformer": _one(source), "transformer_2": _one(low)}
     if not source.is_dir():
         return _pair_of_files(source)

@@ -209,4 +209,7 @@ def _keep_ratio(name: str, wishes: Wishes) -> float:
     require(sparsity is not None, "sparsity", None, rule)
     assert sparsity is not None
     require(0 < sparsity < 1, "sparsity", sparsity, "between 0 and 1")
+    if named is not None:
+        rule = f"{named[1]}, at which the name of the file says it was trained; rename the file if that is wrong"
+        require(abs(sparsity - float(named[1])) < 1e-6, "sparsity", sparsity, rule)
     return round(1 - sparsity, 6)

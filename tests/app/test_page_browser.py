@@ -109,7 +109,7 @@ def test_stop_ends_the_run(page, server):
     run = engine.run
 
     def slow(request, recipe=None, **options):
-        return run(dataclasses.replace(request, num_inference_steps=40), recipe, **options)
+        return run(dataclasses.replace(request, num_inference_steps=400), recipe, **options)
 
     engine.run = slow
     try:

@@ -14,6 +14,8 @@ from videospark.pipelines.acceleration import accelerate, current_report
 from videospark.pipelines.convert import convert_checkpoint, revert_checkpoint
 from videospark.pipelines.convert.keys import strip_prefixes
 from videospark.pipelines.convert.mapping import widen
+from videospark.pipelines.convert.sources import find_sources
+from videospark.pipelines.convert.students import Wishes, _keep_ratio
 from videospark.pipelines.loading import load
 from videospark.tiny.components import build_pipeline, build_scheduler
 
@@ -318,3 +320,16 @@ def test_a_plain_model_in_eight_bits_brings_a_recipe(tmp_path, bases):
     report = convert_checkpoint(tmp_path / "wan.safetensors", tmp_path / "out", base=bases[1], quantize="int8")
     assert report.recipe == "int8" and not any("narrows" in note for note in report.notes)
     assert few(load(tmp_path / "out", device="cpu"), 2).isfinite().all()
+
+
+def test_one_file_is_no_pair(tmp_path):
+    file = tmp_path / "high.safetensors"
+    file.write_bytes(b"x")
+    with pytest.raises(ConfigError, match="low: .*another file than the high-noise expert"):
+        find_sources(file, tmp_path / "." / "high.safetensors")
+
+
+def test_a_sparsity_that_contradicts_the_name_is_refused():
+    assert _keep_ratio("SparkWan-0.95Sparsity.pth", Wishes(sparsity=0.95)) == 0.05
+    with pytest.raises(ConfigError, match="sparsity: got 0.9; must be 0.95"):
+        _keep_ratio("SparkWan-0.95Sparsity.pth", Wishes(sparsity=0.9))

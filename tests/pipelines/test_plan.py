@@ -357,3 +357,9 @@ def test_command_and_folder(tmp_path):
     assert runner.invoke(app, ["plan", "--published"]).stdout == published_table()
     both = runner.invoke(app, ["plan", "--checkpoints"]).stdout
     assert checkpoint_table() in both and expectation_table() in both
+
+
+@pytest.mark.parametrize("memory", ["0gb", "0.5gb"])
+def test_a_card_smaller_than_its_driver_is_refused(memory):
+    with pytest.raises(ConfigError, match="gpu: got .*more than the 0.8 GiB"):
+        find_card(memory)
