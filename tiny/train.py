@@ -48,18 +48,7 @@ FULL = {
     "motion": GridStage("motion", 64, 16384, 1500, 48, 2e-3, 1.2e-3, 3.0, decay_share=0.4),
     "teacher": GridStage("teacher", 128, 8192, 700, 16, 1.5e-3, 1e-3, 3.0, decay_share=0.6),
     "grid": GridStage(
-        "grid",
-        192,
-        4096,
-        4500,
-        8,
-        1.2e-3,
-        9e-4,
-        3.0,
-        decay_share=0.6,
-        two_shapes_share=0.6,
-        small_until=0.72,
-        small_steps=3,
+        "grid", 192, 4096, 4600, 8, 1e-3, 8e-4, 3.0, decay_share=0.6, two_shapes_share=0.5, small_until=0.65
     ),
 }
 SMALL = {"grid": "motion"}
