@@ -62,6 +62,7 @@ TURN_STARTS = 2
 
 DROP_PROBABILITY = 0.3
 TWO_SHAPES_PROBABILITY = 1 / 3
+"""At each draw. Two that would touch in the paths tried are drawn anew, so that a tenth of all scenes have two."""
 HELD_OUT_SHARE = 1 / 16
 PATTERN_CONTRAST = 0.16
 PATTERN_CELLS = 8

@@ -45,9 +45,8 @@ class GridStage:
         first_frame_share: samples that keep their first latent frame.
         num_frames: 17, or 1 for stills, whose captions say nothing of motion.
         average_decay: of the exponential average of the weights.
-        two_shapes_share: samples with two shapes; None leaves them as they come, a third.
-        small_until: up to this part of the steps, some are on the smaller clips that `train_grid` is given.
-        small_steps: so many of them before each one on the stage's own clips.
+        two_shapes_share: samples with two shapes; None leaves them as they come, a tenth.
+        small_until: up to this part of the steps, every second one is on the smaller clips that `train_grid` is given.
     """
 
     name: str
@@ -64,7 +63,6 @@ class GridStage:
     average_decay: float = 0.998
     two_shapes_share: float | None = None
     small_until: float = 0.0
-    small_steps: int = 1
 
 
 def encode_dataset(path: Path, *, size: int, num_clips: int, num_frames: int = NUM_FRAMES) -> torch.Tensor:
@@ -245,15 +243,15 @@ def train_grid(
     denoise = torch.compile(fast_forward.denoise, dynamic=False) if compile_blocks else fast_forward.denoise
 
     while step < stage.num_steps:
-        period = stage.small_steps + 1
-        on_small = small is not None and step < stage.small_until * stage.num_steps and (step + 1) % period != 0
+        # The steps that are logged, every tenth, are all on the stage's own clips.
+        on_small = small is not None and step < stage.small_until * stage.num_steps and step % 2 == 0
         loss, parts = _loss(runs[on_small], step, tokenizer, model, denoise)
         loss.backward()
         norm = optimizers.step(step, clip=1.0)
         average.update(model, step)
         step += 1
         if step % 10 == 0:
-            folder.log(step, size=runs[on_small].stage.size, loss=float(loss.detach()), grad_norm=norm, **parts)
+            folder.log(step, loss=float(loss.detach()), grad_norm=norm, **parts)
         if step % 100 == 0 or step == stage.num_steps:
             tensors = {f"model.{k}": p.detach() for k, p in model.named_parameters()}
             folder.save(step, tensors | {f"ema.{k}": v for k, v in average.values.items()}, optimizers.state_dict())

@@ -1,5 +1,6 @@
 import json
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -33,3 +34,11 @@ def test_wrong_input_is_one_line(tmp_path):
     result = CliRunner().invoke(app, ["convert", str(tmp_path / "x.safetensors"), "--to", str(tmp_path / "out")])
     assert result.exit_code == 2 and "tensors that say its shape are missing" in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("shard", ["inf", "nan", "0", "1e-12"])
+def test_a_shard_of_no_use_is_refused(tmp_path, shard):
+    save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
+    call = ["convert", str(tmp_path / "x.safetensors"), "--to", str(tmp_path / "out"), "--shard", shard]
+    result = CliRunner().invoke(app, call)
+    assert result.exit_code == 2 and "shard: got" in result.output and "at least a MiB" in result.output
