@@ -12,6 +12,7 @@ GIB = 2**30
 
 
 def plan(
+    context: typer.Context,
     model: str | None = typer.Option(
         None, "--model", help="wan2.1-t2v-1.3b, ..., a checkpoint of docs/models.md, or a diffusers folder."
     ),
@@ -40,10 +41,15 @@ def plan(
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON on stdout."),
 ) -> None:
     """Say what a clip takes on a card: memory by stage, seconds by a roofline, and settings that make it fit."""
+    from ..core.config import require
+
     if published or checkpoints:
+        table = "--published" if published else "--checkpoints"
+        given = {name.removeprefix("as_") for name in context.params if _is_given(context, name)}
+        others = ", ".join(sorted(given - {"published", "checkpoints"}))
+        require(not others, others, "given", f"left out with {table}, a fixed table")
         typer.echo(tables(published, checkpoints), nl=False)
         return
-    from ..core.config import require
     from ..pipelines.plan import Settings, make_plan, parse_size
     from ..pipelines.plan_checkpoints import find_checkpoint
 
@@ -68,6 +74,11 @@ def plan(
         ram=ram,
     )
     typer.echo(dump_json(made.to_dict()) if as_json else render(made), nl=not as_json)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def tables(published: bool, checkpoints: bool) -> str:

@@ -47,10 +47,32 @@ def prepare_process(
     return made
 
 
-def quiet_remarks() -> None:
-    """Drop the remark of transformers, at every start, that pictures are prepared by PIL where torchvision is absent.
+_REMARKS = (
+    ("transformers.utils.import_utils", "requires torchvision"),
+    ("torchao", "Failed to load"),
+    ("torch.utils._pytree", "is now natively supported by torch.compile"),
+    ("diffusers.quantizers.torchao.torchao_quantizer", "Unable to import `torchao` Tensor objects"),
+)
+"""Loggers of libraries, and words of what they say at every start without having been asked."""
 
-    It names a class that nobody here has asked for; `videospark doctor` lists torchvision and what it is for.
+
+def quiet_remarks() -> None:
+    """Drop what libraries say at every start about parts that nobody here has asked for.
+
+    transformers: that PIL prepares pictures where torchvision is absent. diffusers imports torchao where it is
+    installed: that its kernels for other machines do not load. `videospark doctor` lists both libraries, and an engine
+    is chosen by a product that it has computed.
     """
-    logger = logging.getLogger("transformers.utils.import_utils")
-    logger.addFilter(lambda record: "requires torchvision" not in record.getMessage())
+    for name, words in _REMARKS:
+        logging.getLogger(name).addFilter(_Without(words))
+
+
+class _Without(logging.Filter):
+    """Lets pass what does not say some words."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self._words = words
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._words not in record.getMessage()

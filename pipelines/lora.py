@@ -15,6 +15,7 @@ Compiled blocks are compiled with the hooks in place; loading, unloading and ano
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from .lora_hooks import InstalledLoRAs, check_unfused, find, multiplies, state_o
 
 EXPERTS = {"high": "transformer", "low": "transformer_2"}
 _READ_BYTES = 2**24
+_SUFFIX = re.compile(r"(:[-+]?(?:[\d.eE+-]+|inf|nan))?(@(?:high|low|both))?")
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,12 @@ def parse_choice(text: str) -> LoRAChoice:
     """FILE[:WEIGHT][@high|@low|@both] of a command line.
 
     Raises:
-        ConfigError: an unknown expert or a weight that is not finite.
+        ConfigError: an unknown expert or a weight that is no finite number.
     """
+    rule = "FILE[:WEIGHT][@high|@low|@both]"
+    # What follows the file's ending can be nothing but a suffix; elsewhere ":" and "@" may belong to a path.
+    ending = re.search(r"\.safetensors([:@].*)$", text)
+    require(ending is None or _SUFFIX.fullmatch(ending[1]) is not None, "lora", text, rule)
     rest, at, expert = text.rpartition("@")
     if not at or expert not in ("high", "low", "both"):
         rest, expert = text, "auto"
@@ -91,7 +97,7 @@ def parse_choice(text: str) -> LoRAChoice:
         path, weight = rest, 1.0
     else:
         path = path if colon else rest
-    require(bool(path), "lora", text, "FILE[:WEIGHT][@high|@low|@both]")
+    require(bool(path), "lora", text, rule)
     require(abs(weight) < float("inf"), "lora.weight", weight, "a finite number")
     return LoRAChoice(Path(path), weight, expert)
 
@@ -118,7 +124,7 @@ def load_lora(
         weight: it is multiplied with; may be negative.
         expert: of a pipeline of two experts the one to change, "high", "low" or "both". "auto" goes by the keys
             (`transformer_2.`), then by the name of the file ("high", "low"), and changes both otherwise.
-        name: to unload it by; by default that of the file.
+        name: to unload it by; by default that of the file, with its folder's where another LoRA has it.
 
     Raises:
         ConfigError: nothing in the file fits this model, shapes differ, another kind of adapter, a name that is taken,
@@ -130,8 +136,12 @@ def load_lora(
     require(abs(choice.weight) < float("inf"), "weight", choice.weight, "a finite number")
     denoisers = _denoisers(pipe)
     file = read_lora(choice.path)
-    name = name or file.path.stem
-    taken = sorted({key for module in denoisers.values() if (state := state_of(module)) for key in state.adapters})
+    origins = {k: v for module in denoisers.values() if (state := state_of(module)) for k, v in state.origins.items()}
+    taken = sorted(origins)
+    if name is None:
+        name = file.path.stem
+        if name in taken and origins[name].path != str(file.path.resolve()):
+            name = f"{file.path.absolute().parent.name}/{name}"
     require(name not in taken, "name", name, f"one that no LoRA here has; taken: {', '.join(taken)}")
     targets = _targets(denoisers, file, choice.expert)
     fitted, unmatched = {}, list(file.unread)

@@ -91,9 +91,12 @@ class LoRAFile:
 
     @property
     def noise(self) -> str | None:
-        """The expert that the name of the file says, "high" or "low", or None."""
-        found = {word.lower() for word in _NOISE.findall(self.path.stem)}
-        return found.pop() if len(found) == 1 else None
+        """The expert that the name of the file says, or that of its folder, "high" or "low", or None."""
+        for text in (self.path.stem, self.path.absolute().parent.name):
+            found = {word.lower() for word in _NOISE.findall(text)}
+            if found:
+                return found.pop() if len(found) == 1 else None
+        return None
 
 
 def read_lora(path: str | Path) -> LoRAFile:
@@ -111,7 +114,7 @@ def read_lora(path: str | Path) -> LoRAFile:
         path = inside[0]
     if not path.is_file():
         raise FileNotFoundError(f"lora: got {str(path)!r}; no such file")
-    files = TensorFiles([path])
+    files = TensorFiles([path], "lora")
     foreign = [name for name in files.entries if _OTHER_KINDS.search(name)]
     if foreign:
         rule = f"a plain LoRA: {len(foreign)} keys are of DoRA, LoHa, LoKr or the like ({some(foreign)})"

@@ -18,8 +18,8 @@ from .architecture import infer_config, read_config
 from .mapping import Mapped, check, match_names, num_widened, plan, plan_branch
 from .reader import TensorFiles
 from .sources import EXPERTS, Source, find_sources
-from .students import FORMATS, Found, Student, Wishes, carried_student, detect_format, student_of
-from .writer import MAX_SHARD_BYTES, check_absent, copy_tree, whole_folder, write_safetensors, write_weights
+from .students import FORMATS, RECIPE_KEY, Found, Student, Wishes, carried_student, detect_format, student_of
+from .writer import MAX_SHARD_BYTES, check_target, copy_tree, whole_folder, write_safetensors, write_weights
 
 DTYPES = {"keep": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -96,10 +96,12 @@ def convert_checkpoint(
     eight_bits = None
     if quantize != "none":
         eight_bits = QuantizationConfig(mode=quantize, fused=True, originals="drop")  # type: ignore[arg-type]
-    check_absent(to)
+    check_target(to)
     sources = find_sources(source, None if low is None else Path(low))
     base_folder = _check_base_folder(base, source, sources)
     mapped = {name: match_names(TensorFiles(part.files)) for name, part in sources.items()}
+    gated = any(part.gates for part in mapped.values())
+    require(gated or not drop_gate, "drop_gate", drop_gate, "left out: this checkpoint has no gate of FastVideo's")
     kind = _kind(format, source, mapped)
     configs, planned, branches = {}, {}, {}
     for name, part in mapped.items():
@@ -120,8 +122,12 @@ def convert_checkpoint(
     _check_pair(configs)
     found = Found(source.name, mapped["transformer"].shapes(), len(mapped), configs["transformer"]["in_channels"])
     wishes = Wishes(sparsity, steps, backend)
-    carried = carried_student(mapped["transformer"].files.metadata, wishes) if format == "auto" else None
+    metadata = mapped["transformer"].files.metadata
+    carried = carried_student(metadata, wishes) if format == "auto" else None
     student = carried or student_of(kind, found, wishes)
+    if carried is None and RECIPE_KEY in metadata:
+        note = "the recipe in the header of the file is not used: format, sparsity or steps were given"
+        student = replace(student, notes=(*student.notes, note))
     if eight_bits is not None:
         student = _in_eight_bits(student, eight_bits)
     unused = kind == "wan" and (sparsity is not None or steps is not None)

@@ -52,6 +52,7 @@ class TensorFiles:
 
     Args:
         paths: files; a name may be in one of them only.
+        field: what errors call them.
 
     Attributes:
         entries: by name.
@@ -62,19 +63,20 @@ class TensorFiles:
         FileNotFoundError: no such file.
     """
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(self, paths: list[Path], field: str = "source") -> None:
+        self._field = field
         self.entries: dict[str, Entry] = {}
         self.metadata: dict[str, str] = {}
         self._open: dict[Path, Any] = {}
         self._bytes_read = 0
         for path in paths:
             if not path.is_file():
-                raise FileNotFoundError(f"source: got {str(path)!r}; no such file")
-            for entry in _entries(path):
+                raise FileNotFoundError(f"{field}: got {str(path)!r}; no such file")
+            for entry in _entries(path, field):
                 twice = self.entries.get(entry.name)
                 require(twice is None, f"{path.name}.{entry.name}", "a second one", "in one of the files only")
                 self.entries[entry.name] = entry
-            self.metadata |= _metadata(path)
+            self.metadata |= _metadata(path, field)
         self.close()
 
     def read(self, name: str) -> torch.Tensor:
@@ -84,7 +86,7 @@ class TensorFiles:
             self.close()
         self._bytes_read += entry.nbytes
         if entry.path not in self._open:
-            self._open[entry.path] = _open(entry.path)
+            self._open[entry.path] = _open(entry.path, self._field)
         opened = self._open[entry.path]
         tensor: torch.Tensor = opened[name] if isinstance(opened, dict) else opened.get_tensor(name)
         return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -125,12 +127,12 @@ def find_files(source: Path) -> list[Path]:
     return files
 
 
-def _metadata(path: Path) -> dict[str, str]:
-    return {} if path.suffix not in SAFETENSORS else dict(_open(path).metadata() or {})
+def _metadata(path: Path, field: str) -> dict[str, str]:
+    return {} if path.suffix not in SAFETENSORS else dict(_open(path, field).metadata() or {})
 
 
-def _entries(path: Path) -> Iterator[Entry]:
-    opened = _open(path)
+def _entries(path: Path, field: str) -> Iterator[Entry]:
+    opened = _open(path, field)
     if isinstance(opened, dict):
         for name, tensor in opened.items():
             yield Entry(path, name, tuple(tensor.shape), tensor.dtype)
@@ -142,7 +144,7 @@ def _entries(path: Path) -> Iterator[Entry]:
         yield Entry(path, name, tuple(part.get_shape()), _DTYPES[code])
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, field: str) -> Any:
     """A safetensors handle, or for PyTorch's files a dictionary of mapped tensors."""
     if path.suffix in SAFETENSORS:
         from safetensors import SafetensorError, safe_open
@@ -150,21 +152,21 @@ def _open(path: Path) -> Any:
         try:
             return safe_open(path, framework="pt")
         except SafetensorError as error:
-            raise ConfigError(f"source: got {str(path)!r}, which is no complete safetensors file ({error})") from error
+            raise ConfigError(f"{field}: got {str(path)!r}, which is no complete safetensors file ({error})") from error
     try:
         data = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         rule = "a file of torch.save in its zip form, of tensors only"
-        raise ConfigError(f"source: got {str(path)!r}; must be {rule} ({reason})") from error
-    return dict(_flat(data, path))
+        raise ConfigError(f"{field}: got {str(path)!r}; must be {rule} ({reason})") from error
+    return dict(_flat(data, path, field))
 
 
-def _flat(data: Any, path: Path, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _flat(data: Any, path: Path, field: str, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of nested dictionaries under dotted names; numbers and texts beside them are passed over."""
-    require(isinstance(data, Mapping), "source", f"{path.name} holding a {type(data).__name__}", "a table of tensors")
+    require(isinstance(data, Mapping), field, f"{path.name} holding a {type(data).__name__}", "a table of tensors")
     for name, value in data.items():
         if isinstance(value, torch.Tensor):
             yield f"{prefix}{name}", value
         elif isinstance(value, Mapping):
-            yield from _flat(value, path, f"{prefix}{name}.")
+            yield from _flat(value, path, field, f"{prefix}{name}.")

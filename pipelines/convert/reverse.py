@@ -14,7 +14,7 @@ from .mapping import some
 from .reader import TensorFiles, find_files
 from .sources import EXPERTS
 from .students import DEFAULTS_KEY, FORMATS, RECIPE_KEY
-from .writer import Planned, check_absent, write_safetensors
+from .writer import Planned, check_target, made_parents, write_safetensors
 
 _FLAT_PATCH = ("spark", "turbodiffusion")
 
@@ -44,19 +44,19 @@ def revert_checkpoint(folder: str | Path, to: str | Path, *, format: str = "auto
     pair = len(parts) == 2
     targets = [to.with_stem(f"{to.stem}-{half}") for half in ("High", "Low")] if pair else [to]
     for target in targets:
-        check_absent(target)
+        check_target(target)
     plans = [_plan(part, format) for part in parts]
     carried = _carried(folder)
-    to.parent.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    try:
-        for target, tensors in zip(targets, plans, strict=True):
-            write_safetensors(target, tensors, carried)
-            written.append(target)
-    except BaseException:
-        for target in written:  # half a pair is worse than none
-            target.unlink(missing_ok=True)
-        raise
+    with made_parents(to):
+        try:
+            for target, tensors in zip(targets, plans, strict=True):
+                write_safetensors(target, tensors, carried)
+                written.append(target)
+        except BaseException:
+            for target in written:  # half a pair is worse than none
+                target.unlink(missing_ok=True)
+            raise
     return targets
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -119,21 +120,38 @@ def whole_folder(target: Path) -> Iterator[Path]:
     Raises:
         ConfigError: there is something of that name.
     """
-    check_absent(target)
+    check_target(target)
+    with made_parents(target):
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+        partial.mkdir()
+        try:
+            yield partial
+            if target.is_dir():
+                target.rmdir()  # empty, as was checked
+            os.replace(partial, target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def made_parents(target: Path) -> Iterator[None]:
+    """The folders above `target`; those that were made for it go again where the `with` block ends with an error."""
+    absent = list(itertools.takewhile(lambda folder: not folder.exists(), target.parents))
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    partial.mkdir()
     try:
-        yield partial
-        if target.is_dir():
-            target.rmdir()  # empty, as was checked
-        os.replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        yield
+    except BaseException:
+        for folder in absent:
+            with contextlib.suppress(OSError):  # somebody else may have put something there
+                folder.rmdir()
+        raise
 
 
-def check_absent(target: Path) -> None:
-    """Refuse a target that would be overwritten; an empty folder is none."""
+def check_target(target: Path) -> None:
+    """Refuse a target that would be overwritten (an empty folder is none) or that cannot be made."""
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    usable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+    require(usable, "to", str(target), f"below a folder that can be written to; {str(above)!r} cannot")
     taken = target.exists() and not (target.is_dir() and not any(target.iterdir()))
     require(not taken, "to", str(target), "a name that is free, or an empty folder: nothing is overwritten")
 

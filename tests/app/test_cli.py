@@ -129,3 +129,9 @@ def test_parse_size_takes_width_first():
     for text in ("832", "832x", "-8x8", "8x8x8"):
         with pytest.raises(ValueError, match="WIDTHxHEIGHT"):
             console.parse_size(text)
+
+
+def test_plans_fixed_tables_ignore_no_option():
+    result = runner.invoke(app, ["plan", "--published", "--json", "--gpu", "h100"])
+    assert result.exit_code != 0 and "gpu, json: got 'given'; must be left out with --published" in result.stderr
+    assert runner.invoke(app, ["plan", "--published"]).exit_code == 0

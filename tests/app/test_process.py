@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from videospark.app.process import ALLOCATOR, EXPANDABLE, prepare_process, quiet_remarks
+from videospark.app.process import _REMARKS, ALLOCATOR, EXPANDABLE, prepare_process, quiet_remarks
 
 
 def test_what_the_user_set_stays(tmp_path):
@@ -23,15 +23,17 @@ def test_what_the_user_set_stays(tmp_path):
     assert ALLOCATOR[0] not in prepare_process({"XDG_CACHE_HOME": str(tmp_path)}, "win32")
 
 
-def test_one_remark_is_dropped_and_no_other(caplog):
-    logger = logging.getLogger("transformers.utils.import_utils")
-    before = list(logger.filters)
+def test_remarks_are_dropped_and_nothing_else(caplog):
+    loggers = [logging.getLogger(name) for name, _ in _REMARKS]
+    before = [list(logger.filters) for logger in loggers]
     quiet_remarks()
     try:
-        logger.warning("`A` requires torchvision (not installed); falling back to `B`")
-        logger.warning("something else")
+        for logger, (_, words) in zip(loggers, _REMARKS, strict=True):
+            logger.warning("`A` %s (B); falling back to `C`", words)
+        loggers[0].warning("something else")
     finally:
-        logger.filters[:] = before
+        for logger, filters in zip(loggers, before, strict=True):
+            logger.filters[:] = filters
     assert caplog.messages == ["something else"]
 
 

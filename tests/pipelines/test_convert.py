@@ -12,6 +12,7 @@ from videospark.core.config import ConfigError
 from videospark.pipelines.acceleration import accelerate, current_report, restore
 from videospark.pipelines.convert import convert_checkpoint, revert_checkpoint
 from videospark.pipelines.convert.keys import strip_prefixes, tensor_to_diffusers, tensor_to_native
+from videospark.pipelines.convert.writer import made_parents, whole_folder
 from videospark.pipelines.loading import load
 from videospark.tiny.components import build_pipeline, build_scheduler, build_transformer
 
@@ -313,6 +314,29 @@ def test_a_name_that_says_nothing_needs_the_sparsity(tmp_path):
     assert convert_checkpoint(file, tmp_path / "out", sparsity=0.95, steps=8).recipe == "spark-95-8step"
     with pytest.raises(ConfigError, match="nothing is overwritten"):
         convert_checkpoint(file, tmp_path / "out", sparsity=0.95)
+    with pytest.raises(ConfigError, match="below a folder that can be written to"):
+        convert_checkpoint(file, file / "inside" / "out", sparsity=0.95)
+    with pytest.raises(ConfigError, match="drop_gate: got True"):
+        convert_checkpoint(file, tmp_path / "gateless", sparsity=0.95, drop_gate=True)
+
+
+def test_a_failure_takes_the_folders_above_away_again(tmp_path):
+    def fail_in(context, file):
+        with context as folder:
+            ((folder or tmp_path / "there" / "new") / file).write_text("half")
+            raise OSError("disk full")
+
+    (tmp_path / "there").mkdir()
+    target = tmp_path / "there" / "new" / "deep" / "out"
+    with pytest.raises(OSError, match="disk"):
+        fail_in(whole_folder(target), "part")
+    assert list((tmp_path / "there").iterdir()) == []
+    with pytest.raises(OSError, match="disk"):
+        fail_in(made_parents(target), "somebody-elses")
+    assert [path.name for path in (tmp_path / "there" / "new").iterdir()] == ["somebody-elses"]
+    with whole_folder(target) as folder:
+        (folder / "part").write_text("whole")
+    assert (target / "part").read_text() == "whole"
 
 
 def test_turbodiffusion_block_scales(tmp_path):

@@ -11,6 +11,7 @@ from videospark.core.config import ConfigError
 from videospark.pipelines.acceleration import accelerate, restore
 from videospark.pipelines.convert.keys import module_to_native
 from videospark.pipelines.lora import load_lora, loaded_loras, parse_choice, set_lora_weight, unload_lora
+from videospark.pipelines.lora_files import read_lora
 from videospark.quantization.convert import quantize_
 from videospark.tiny.components import LATENT_CHANNELS, build_scheduler, build_transformer
 
@@ -203,6 +204,18 @@ def test_two_loras_add_up(pipe, tmp_path):
         unload_lora(pipe, "a")
 
 
+def test_files_of_one_name_in_two_folders(pipe, tmp_path):
+    for number, name in enumerate(("high_noise_model", "low_noise_model")):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "lora.safetensors", factors(pipe.transformer, number), peft_names)
+        load_lora(pipe, tmp_path / name / "lora.safetensors")
+        assert read_lora(tmp_path / name / "lora.safetensors").noise == name.split("_")[0]
+    assert loaded_loras(pipe) == {"transformer": {"lora": 1.0, "low_noise_model/lora": 1.0}}
+    with pytest.raises(ConfigError, match="taken: lora, low_noise_model/lora"):
+        load_lora(pipe, tmp_path / "low_noise_model" / "lora.safetensors")
+    unload_lora(pipe)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_quantized_before_or_after(pipe, tmp_path, fused):
     transformer = pipe.transformer
@@ -329,6 +342,9 @@ def test_choices_on_the_command_line(text, path, weight, expert):
 
 
 def test_bad_choices():
-    for text in (":0.5", "a:inf", ""):
+    for text in (":0.5", "a:inf", "", "a.safetensors:inf"):
         with pytest.raises(ConfigError):
+            parse_choice(text)
+    for text in ("a.safetensors:half", "a.safetensors@hgh", "a.safetensors:0.5@", "a.safetensors@low:0.5"):
+        with pytest.raises(ConfigError, match=r"FILE\[:WEIGHT\]\[@high"):
             parse_choice(text)
