@@ -66,14 +66,14 @@ def test_a_prepared_clip_is_what_the_pipeline_encodes(pipe, tmp_path):
 
 
 def test_an_interrupted_preparation_goes_on(pipe, tmp_path, monkeypatch):
-    items = [SourceItem(f"clip{i}", "a red circle", lambda i=i: clip(i)) for i in range(5)]
+    items = [SourceItem(f"clip{i}", "a red circle", lambda i=i: clip(i)) for i in range(9)]
     encode, calls = preparation._encode, []
 
-    def failing(encoder, item, size, sampling):
-        if len(calls) == 3:
+    def failing(encoder, group, size, sampling):
+        if calls:
             raise KeyboardInterrupt
-        calls.append(item.id)
-        return encode(encoder, item, size, sampling)
+        calls.append(group)
+        return encode(encoder, group, size, sampling)
 
     monkeypatch.setattr(preparation, "_encode", failing)
     with pytest.raises(KeyboardInterrupt):
@@ -81,11 +81,11 @@ def test_an_interrupted_preparation_goes_on(pipe, tmp_path, monkeypatch):
     (tmp_path / "a" / ".0123.partial").write_bytes(b"half")
     monkeypatch.setattr(preparation, "_encode", encode)
     report = make(pipe, items, tmp_path / "a", shard_size=2)
-    assert (report.total, report.made) == (5, 3)
-    make(pipe, items, tmp_path / "b", shard_size=5)
+    assert (report.total, report.made) == (9, 5)
+    make(pipe, items, tmp_path / "b", shard_size=9)
     left, right = PreparedData(tmp_path / "a"), PreparedData(tmp_path / "b")
     assert [i[1] for i in left.items] == [i[1] for i in right.items]
-    assert all(torch.equal(left.read(i)[0], right.read(i)[0]) for i in range(5))
+    assert all(torch.equal(left.read(i)[0], right.read(i)[0]) for i in range(9))
     assert make(pipe, items, tmp_path / "a").made == 0
 
 
