@@ -5,6 +5,7 @@ Needs playwright and a chromium; screenshots are kept in the folder that VIDEOSP
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -22,13 +23,21 @@ def server(model_folder, tmp_path_factory):
     pytest.importorskip("gradio")
     from videospark.app.commands_serve import Server
 
-    folder = os.environ.get("VIDEOSPARK_TEST_MODEL") or str(model_folder)
+    folder = os.environ.get("VIDEOSPARK_TEST_MODEL") or str(with_larger_clips(model_folder, tmp_path_factory))
     outputs = tmp_path_factory.mktemp("browser") / "clips"
     made = Server(folder, ["cpu"], outputs, ServiceLimits(preview_seconds=0), embedded=True)
     made.address = made.start()
     made.service.wait_until_ready(120)
     yield made
     made.stop()
+
+
+def with_larger_clips(model_folder, tmp_path_factory):
+    """The same model with clips of seven key blocks; of two, an untrained model keeps the same ones in every layer."""
+    folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("larger") / "model")
+    file = folder / "videospark_defaults.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"height": 96, "width": 96, "num_frames": 9}))
+    return folder
 
 
 @pytest.fixture(scope="module")
