@@ -9,6 +9,9 @@ import typer
 
 from .console import FAILED, check_writable, dump_json, guarded, parse_size, require_at_least
 
+STEPS_PER_PHASE = 5
+"""Of the solver of trajectories, unless --steps says otherwise."""
+
 app = typer.Typer(help="Train sparse and few-step students.", no_args_is_help=True)
 
 
@@ -49,10 +52,24 @@ def prepare(
     frames: int | None = typer.Option(None, "--frames", help="Frames per clip; default: the model's."),
     fps: float | None = typer.Option(None, "--fps", help="Frames per second taken from videos; default: the model's."),
     negative_prompt: str = typer.Option("", "--negative-prompt", help="Of the unguided half of the teacher."),
-    steps: int | None = typer.Option(None, "--steps", help="Steps of the teacher, with --prompts."),
-    guidance_scale: float | None = typer.Option(None, "--guidance-scale", help="Of the teacher, with --prompts."),
-    seed: int = typer.Option(0, "--seed", help="Of the teacher's noise, with --prompts."),
+    trajectories: str | None = typer.Option(
+        None,
+        "--trajectories",
+        help="Noise levels where a student's steps start, as in 0.999,0.93,0.63: the teacher makes "
+        "the clips, and its states there are stored, for the method ode_regression.",
+    ),
+    image_share: float = typer.Option(0.0, "--image-share", help="Of the trajectories, that start from a picture."),
+    mixed_precision: bool = typer.Option(False, "--mixed-precision", help="Follow trajectories in bfloat16."),
+    steps: int | None = typer.Option(None, "--steps", help="Steps of the teacher, where it makes the clips."),
+    guidance_scale: float | None = typer.Option(None, "--guidance-scale", help="Of the teacher, likewise."),
+    guidance_scale_2: float | None = typer.Option(
+        None, "--guidance-scale-2", help="Of the second of two experts; default: the model's, else the same."
+    ),
+    seed: int | None = typer.Option(None, "--seed", help="Of the teacher's noise, likewise; default: 0."),
     shard_size: int = typer.Option(64, "--shard-size", help="Clips per file."),
+    part: str | None = typer.Option(
+        None, "--part", help="K/N: every N-th clip from the K-th on; N commands, one folder."
+    ),
     device: str | None = typer.Option(None, "--device", help="cpu, cuda, ...; default: the best one."),
 ) -> None:
     """Encode clips and captions into latents and prompt embeddings. Interrupted, it goes on where it was.
@@ -65,9 +82,18 @@ def prepare(
     least: tuple[tuple[str, Any, float], ...] = (
         ("frames", frames, 1), ("steps", steps, 1), ("seed", seed, 0), ("shard-size", shard_size, 1),
         ("tiny-world", tiny_world, 1), ("guidance-scale", guidance_scale, 0),
+        ("guidance-scale-2", guidance_scale_2, 0),
     )  # fmt: skip
     for name, value, minimum in least:
         require_at_least(name, value, minimum)
+    _check_teacher_options(
+        prompts is not None,
+        trajectories is not None,
+        {"steps": steps, "guidance-scale": guidance_scale, "guidance-scale-2": guidance_scale_2, "seed": seed},
+        {"image-share": image_share, "mixed-precision": mixed_precision},
+    )
+    share = (1, 1) if part is None else _parse_part(part)
+    sigmas = None if trajectories is None else _parse_sigmas(trajectories)
     for path, name in ((clips, "clips"), (prompts, "prompts")):
         if path is not None and not path.exists():
             raise FileNotFoundError(f"{name}: got {str(path)!r}; no such file or folder")
@@ -76,6 +102,7 @@ def prepare(
     from ..core.devices import default_dtype, pick_device
     from ..distill import prepare as preparation
     from ..distill import sources as source
+    from ..distill.data import TeacherSampling
     from ..distill.run import DEFAULT_SEQUENCE_LENGTH, stock_pipeline
 
     target = pick_device(device)
@@ -94,14 +121,22 @@ def prepare(
         fps=fps or defaults.get("fps"),
     )
     sampling = None
+    if prompts is not None or sigmas is not None:
+        sampling = TeacherSampling(
+            num_inference_steps=steps
+            or (STEPS_PER_PHASE * len(sigmas) if sigmas else defaults.get("num_inference_steps", 50)),
+            guidance_scale=guidance_scale if guidance_scale is not None else defaults.get("guidance_scale", 5.0),
+            guidance_scale_2=guidance_scale_2 if guidance_scale_2 is not None else defaults.get("guidance_scale_2"),
+            seed=seed or 0,
+            sigmas=sigmas,
+            image_share=image_share,
+        )
     if clips is not None:
         kind = "clips"
         items = (source.clips_from_folder if clips.is_dir() else source.clips_from_table)(clips, clip_size)
     elif prompts is not None:
         kind = "prompts"
         items = source.prompts_from_file(prompts, clip_size)
-        scale = guidance_scale if guidance_scale is not None else defaults.get("guidance_scale", 5.0)
-        sampling = preparation.TeacherSampling(steps or defaults.get("num_inference_steps", 50), scale, seed)
     else:
         assert tiny_world is not None
         kind = "tiny-world"
@@ -116,13 +151,46 @@ def prepare(
         max_sequence_length=int(defaults.get("max_sequence_length", DEFAULT_SEQUENCE_LENGTH)),
         negative_prompt=negative_prompt,
         sampling=sampling,
+        mixed_precision=mixed_precision,
         shard_size=shard_size,
+        part=share,
         progress=_print_progress,
     )
     typer.echo(f"{output}: {report.total} clips, {report.made} of them new")
     if report.bad:
         typer.echo(f"{len(report.bad)} clips could not be used: {output / preparation.BAD_FILE}", err=True)
         raise typer.Exit(FAILED)
+
+
+def _check_teacher_options(
+    prompts: bool, trajectories: bool, of_teacher: dict[str, Any], of_trajectories: dict[str, Any]
+) -> None:
+    """Refuses options of a teacher that makes no clips."""
+    for name, value in of_teacher.items():
+        if value is not None and not (prompts or trajectories):
+            raise ValueError(f"{name}: got {value}; must be left out, as the teacher makes no clips")
+    for name, value in of_trajectories.items():
+        if value and not trajectories:
+            raise ValueError(f"{name}: got {value}; must be left out without --trajectories")
+
+
+def _parse_part(text: str) -> tuple[int, int]:
+    place, slash, parts = text.partition("/")
+    good = bool(slash) and place.isdecimal() and parts.isdecimal() and 1 <= int(place) <= int(parts)
+    if not good:
+        raise ValueError(f"part: got {text!r}; must be K/N with K from 1 to N, as in 2/8")
+    return int(place), int(parts)
+
+
+def _parse_sigmas(text: str) -> tuple[float, ...]:
+    from ..pipelines.scheduling_few_step import check_sigmas
+
+    try:
+        sigmas = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"trajectories: got {text!r}; must be numbers with commas between them") from None
+    check_sigmas(sigmas)
+    return sigmas
 
 
 def _default(defaults: dict[str, Any], name: str, option: str) -> int:

@@ -96,7 +96,7 @@ def save_file(obj: Any, path: str | os.PathLike[str]) -> None:
     require(suffix in (".toml", ".json"), "path", str(path), "a .toml or .json file")
     data = to_dict(obj)
     text = _toml(data) if suffix == ".toml" else json.dumps(data, indent=2) + "\n"
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 

@@ -15,8 +15,8 @@ from ..pipelines.scheduling_few_step import check_sigmas
 from ..quantization.config import QuantizationConfig
 from .config_methods import CrossDistillConfig, DMDConfig, PCMConfig, SparseWarmupConfig, finite
 
-MethodName = Literal["sparse_warmup", "pcm", "dmd", "crossdistill"]
-FEW_STEP_METHODS = ("pcm", "dmd", "crossdistill")
+MethodName = Literal["sparse_warmup", "ode_regression", "pcm", "dmd", "crossdistill"]
+FEW_STEP_METHODS = ("ode_regression", "pcm", "dmd", "crossdistill")
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
 
@@ -32,6 +32,7 @@ class ModelConfig:
             shifted already. For the few-step methods alone.
         flow_shift: shift of the noise levels that training draws; None takes that of the teacher's scheduler.
         guidance_scale: of the teacher (1 means none); the student needs none.
+        guidance_scale_2: of the second of two experts, below the boundary; None takes the same.
         max_sequence_length: prompts are padded to so many tokens; None takes that of the teacher's defaults, or 512.
         export_dtype: in which the finished student is saved.
     """
@@ -42,6 +43,7 @@ class ModelConfig:
     sigmas: tuple[float, ...] | None = None
     flow_shift: float | None = None
     guidance_scale: float = 5.0
+    guidance_scale_2: float | None = None
     max_sequence_length: int | None = None
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
@@ -51,7 +53,9 @@ class ModelConfig:
             check_sigmas(self.sigmas)
         shift = self.flow_shift
         require(shift is None or (math.isfinite(shift) and shift > 0), "flow_shift", shift, "more than 0")
-        require(finite(self.guidance_scale, 0), "guidance_scale", self.guidance_scale, "0 or more (1 means none)")
+        for name in ("guidance_scale", "guidance_scale_2"):
+            scale = getattr(self, name)
+            require(scale is None or finite(scale, 0), name, scale, "0 or more (1 means none)")
         length = self.max_sequence_length
         require(length is None or length >= 1, "max_sequence_length", length, "at least 1")
 
@@ -220,6 +224,8 @@ class DistillConfig:
         require(self.seed >= 0, "seed", self.seed, "0 or more")
         used = {"crossdistill": ("pcm", "dmd", "crossdistill")}.get(self.method, (self.method,))
         for name in get_args(MethodName):
+            if name == "ode_regression":  # has no settings of its own
+                continue
             settings = getattr(self, name)
             default = name in used or settings == type(settings)()
             require(default, name, settings, f"left out for method {self.method!r}")
@@ -231,6 +237,9 @@ class DistillConfig:
         self._check_attention()
         if self.method == "crossdistill":
             self._check_crossover()
+        stored = self.method != "ode_regression" or self.data.image_share == 0
+        rule = "0 for method 'ode_regression': the trajectories have it"
+        require(stored, "data.image_share", self.data.image_share, rule)
         average = self.training.ema_decay > 0 or self.pcm.target == "online"
         require(average, "pcm.target", self.pcm.target, "'online' unless training.ema_decay is more than 0")
 
@@ -270,11 +279,13 @@ class DistillConfig:
         """Digest of everything that decides the numbers; a run is only resumed with the same one.
 
         How long the run is, where it lies, how often it logs or draws and how it is split may change, unless a
-        schedule counts on the length.
+        schedule counts on the length. The clips of an iteration are checked apart, over all processes.
         """
         loose = dataclasses.replace(
             self.training,
             num_steps=self.training.num_steps if self._length_matters else 1,
+            batch_size=1,
+            gradient_accumulation=1,
             log_every=1,
             checkpoint_every=1,
             keep_checkpoints=1,

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.config import AttentionConfig
 from ..attention.grid import TokenGrid, inverse_order
-from ..core.config import require
+from ..core.config import ConfigError, require
 from .flow import Condition, VelocityField
 
 EXPERTS = ("transformer", "transformer_2")
@@ -128,6 +128,34 @@ class Denoiser(nn.Module):
         rows = time[:, None].repeat(1, frames)
         rows[:, 0] = torch.where(condition.keeps_first, torch.zeros_like(time), rows[:, 0])
         return rows.repeat_interleave(per_frame, dim=1)
+
+
+def experts_of(pipe: Any) -> list[str]:
+    """Names of the transformers that a pipeline has."""
+    return [name for name in EXPERTS if getattr(pipe, name, None) is not None]
+
+
+def denoiser_of(pipe: Any, experts: dict[str, Any] | None = None) -> Denoiser:
+    """The experts of a pipeline, or others in their place, as one velocity field, with its boundary and times."""
+    return Denoiser(
+        experts or {name: getattr(pipe, name) for name in experts_of(pipe)},
+        boundary_ratio=pipe.config.boundary_ratio,
+        expand_timesteps=pipe.config.expand_timesteps,
+        num_train_timesteps=pipe.scheduler.config.num_train_timesteps,
+    )
+
+
+def scheduler_shift(pipe: Any) -> float:
+    """Shift of the noise levels that a pipeline's scheduler has.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    for name in ("flow_shift", "shift"):
+        if pipe.scheduler.config.get(name) is not None:
+            return float(pipe.scheduler.config[name])
+    kind = type(pipe.scheduler).__name__
+    raise ConfigError(f"model.flow_shift: got None; must be given, as the teacher's {kind} has no shift")
 
 
 def _arguments(latents: torch.Tensor, sigma: torch.Tensor, condition: Condition) -> tuple[torch.Tensor | None, ...]:

@@ -30,6 +30,8 @@ BRANCHES: dict[str, tuple[str, str]] = {
     "rola-balanced": ("rola", "balanced"),
 }
 BRANCH_KEEP_RATIOS = (0.1, 0.05)
+FRONTIER_KEEP_RATIO = 0.25
+"""The sparsest at which the tiny model still draws forms: methods cannot be told apart by what none of them shows."""
 
 
 def arms_of(name: str, work: Workspace, judge: Judge) -> dict[str, Measure]:
@@ -96,14 +98,15 @@ def _trap(work: Workspace, judge: Judge, keep: float, seed: int) -> dict[str, An
     field = judge.field_of(student)
     after = _few_step(work, f"trap-distill-keep-{keep:g}", seed, str(student), attention, "crossdistill-1")
     few = judge.field_of(work.train(after))
-    result = {
+    # Without them nothing can be measured, so they stay until the result is written.
+    work.drop_later(config)
+    return {
         "keep_ratio": keep,
         "points": points,
         "warmup": judge.origins(judge.many_step_end, field, NUM_INTERVALS),
+        "few_steps": judge.origins(judge.few_step_end, field, len(SIGMAS)),
         "crossdistill": judge.origins(judge.few_step_end, few, len(SIGMAS)),
     }
-    work.drop_checkpoints(config)
-    return result
 
 
 def _branch(work: Workspace, judge: Judge, what: tuple[str, float], seed: int) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def _branch(work: Workspace, judge: Judge, what: tuple[str, float], seed: int) -
 
 
 def _frontier(work: Workspace, judge: Judge, arm: str, seed: int) -> dict[str, Any]:
-    attention = attention_of(0.1)
+    attention = attention_of(FRONTIER_KEEP_RATIO)
     start = work.train(warmup_config(work, "frontier-warmup", seed, attention))
     student = work.train(_few_step(work, f"frontier-{arm}", seed, str(start), attention, arm))
     return {"arm": arm, **judge.judge_student(student)}

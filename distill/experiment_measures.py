@@ -19,7 +19,7 @@ from ..pipelines.video_io import write_atomically
 from ..tiny.dataset import held_out_captions
 from .config import DistillConfig
 from .data import padded_embeds
-from .denoiser import Denoiser, as_field
+from .denoiser import Denoiser, as_field, denoiser_of, scheduler_shift
 from .experiments import Scale
 from .flow import (
     Condition,
@@ -32,22 +32,13 @@ from .flow import (
     unshift_time,
 )
 from .prepare import Encoder
-from .run import (
-    DEFAULT_SEQUENCE_LENGTH,
-    _experts,
-    _student,
-    denoiser_of,
-    install_attention,
-    scheduler_shift,
-    stock_pipeline,
-)
+from .run import DEFAULT_SEQUENCE_LENGTH, _student, install_attention, stock_pipeline
 from .run_state import read_state
 from .samples import decode_latents, sample_latents, uniform_sigmas
 from .trainable import choose_trainable, copy_values
 
 NUM_BINS = 10
 NUM_INTERVALS = 3
-GUIDANCE = 3.0
 BATCH = 8
 FIRST_NOISE_SEED = 500_000
 _LEVEL_TOLERANCE = 1e-9
@@ -77,9 +68,10 @@ class Judge:
         self.pipe.to(self.device)
         self.shift = scheduler_shift(self.pipe)
         self.knots = (*sigmas, 0.0)
-        teacher = denoiser_of(self.pipe, {name: getattr(self.pipe, name) for name in _experts(self.pipe)})
+        teacher = denoiser_of(self.pipe)
         self.teacher = as_field(teacher.requires_grad_(False).eval())
         defaults = self.pipe.videospark_defaults
+        self.guidance = float(defaults["guidance_scale"])
         self._length = int(defaults.get("max_sequence_length", DEFAULT_SEQUENCE_LENGTH))
         self._encoder = Encoder(self.pipe, self._length)
         self._embeds: dict[str, torch.Tensor] = {}
@@ -107,7 +99,7 @@ class Judge:
     def field_of(self, student: Path) -> VelocityField:
         """The velocity of a saved student with its recipe."""
         pipe = load(student, device=self.device, dtype=torch.float32)
-        network = denoiser_of(pipe, {name: getattr(pipe, name) for name in _experts(pipe)})
+        network = denoiser_of(pipe)
         return as_field(network.requires_grad_(False).eval())
 
     def evaluate(
@@ -158,7 +150,7 @@ class Judge:
 
                 condition, noise = self.condition(prompts), self.noise(seeds)
                 latents = sample_latents(
-                    self.teacher, noise, self.grid, condition, guidance_scale=GUIDANCE, visit=visit
+                    self.teacher, noise, self.grid, condition, guidance_scale=self.guidance, visit=visit
                 ).cpu()
                 made.final.append(latents)
                 return decode_latents(self.pipe.vae, self.pipe.video_processor, latents)
@@ -200,7 +192,7 @@ class Judge:
                 if level in middles:
                     found.append((level, state))
 
-            sample_latents(self.teacher, noise, grid, condition, guidance_scale=GUIDANCE, visit=visit)
+            sample_latents(self.teacher, noise, grid, condition, guidance_scale=self.guidance, visit=visit)
             self._states = found
         return self._states
 
@@ -230,7 +222,7 @@ class Judge:
             return (field if taken[place] else self.teacher)(latents, sigma, given)
 
         grid = uniform_sigmas(self.scale.solver_steps, self.shift)
-        return solve(mixed, noise, grid, condition, GUIDANCE)
+        return solve(mixed, noise, grid, condition, self.guidance)
 
     @torch.no_grad()
     def few_step_end(self, field: VelocityField, taken: Sequence[bool]) -> torch.Tensor:
@@ -243,7 +235,7 @@ class Judge:
                 latents = euler_step(latents, velocity, sigma, levels(end, latents))
             else:
                 between = (start, *(s for s in self.grid if end < s < start), end)
-                latents = solve(self.teacher, latents, between, condition, GUIDANCE)
+                latents = solve(self.teacher, latents, between, condition, self.guidance)
         return latents
 
     def origins(

@@ -81,21 +81,24 @@ def _trap(folder: Path, results: Results) -> list[str]:
         "Second half of the warm-up",
         ("arm", "fall of the local loss", "fall of the terminal error", "seeds with the trap"),
     )
-    ends = Table("Terminal error", ("arm", "after the warm-up", "after CrossDistill", "sliced W2 before", "and after"))
+    ends = Table(
+        "Terminal error",
+        ("arm", "warm-up, many steps", "warm-up, three steps", "CrossDistill", "sliced W2 of each", "", ""),
+    )
     origin = {
         stage: Table(
             f"Where the error comes from, {label} (noisiest interval first)",
             ("arm", *(f"swap {i + 1}" for i in range(3)), *(f"restore {i + 1}" for i in range(3))),
         )
         for stage, label in (("warmup", "after the warm-up: thirds of unshifted time"),
+                             ("few_steps", "after the warm-up: steps of the student"),
                              ("crossdistill", "after CrossDistill: steps of the student"))
     }  # fmt: skip
     for arm, seeds in results.items():
         both = [trap_found(r["points"]) for r in seeds]
         caught = sum(local >= LOCAL_FALL and terminal < TERMINAL_CHANGE for local, terminal in both)
         falls.add(arm, spread([b[0] for b in both]), spread([b[1] for b in both]), f"{caught} of {len(seeds)}")
-        stages = ("warmup", "crossdistill")
-        cells = [spread([r[s][key] for r in seeds]) for key in ("terminal", "sliced_wasserstein") for s in stages]
+        cells = [spread([r[s][key] for r in seeds]) for key in ("terminal", "sliced_wasserstein") for s in origin]
         ends.add(arm, *cells)
         for stage, table in origin.items():
             parts = [[r[stage][kind][i] for r in seeds] for kind in ("swap", "restore") for i in range(3)]

@@ -33,7 +33,8 @@ from .sources import ClipSize, clips_from_tiny_world
 from .trainer import CHECKPOINTS
 
 EXPERIMENTS = ("trap", "branch", "frontier")
-SIGMAS = (0.999375, 0.933781, 0.852895)
+SIGMAS = (0.999375, 0.9255, 0.629)
+"""Knots of the tiny students, see docs/decisions.md."""
 KEEP_RATIOS = (1.0, 0.5, 0.2, 0.1, 0.05)
 Report = Callable[[str], None]
 
@@ -128,16 +129,19 @@ class Workspace:
         else:
             folder.mkdir(parents=True, exist_ok=True)
             _write_json(file, to_dict(settings))
+        self.guidance: float | None = None
+        self._used: list[DistillConfig] = []
         self.model = settings.model
         if settings.quick and settings.model == "tiny":
             self.model = str(_random_model(folder / "model"))
 
     def prepare(self) -> None:
-        """Encodes the clips that are not there yet."""
+        """Encodes the clips that are not there yet, and learns how the teacher is guided."""
         pipe = stock_pipeline(self.model, torch.float32)
         defaults = pipe.videospark_defaults
-        for name in ("height", "width", "num_frames"):
+        for name in ("height", "width", "num_frames", "guidance_scale"):
             require(name in defaults, f"model default {name}", None, "given by a model of the tiny world")
+        self.guidance = float(defaults["guidance_scale"])
         size = ClipSize(defaults["height"], defaults["width"], defaults["num_frames"], defaults.get("fps"))
         self.say(f"data: {self.scale.clips} clips")
         prepare(
@@ -156,6 +160,7 @@ class Workspace:
 
     def config(self, stage: str, seed: int, method: str, **tables: Any) -> DistillConfig:
         """Settings of one training, from what they add to those that all have."""
+        assert self.guidance is not None  # `prepare` comes first
         steps = self.scale.distill_steps if method != "sparse_warmup" else self.scale.warmup_steps
         data: dict[str, Any] = {
             "name": stage,
@@ -163,7 +168,7 @@ class Workspace:
             "seed": seed,
             "output": str(self.run_folder(stage, seed)),
             "data": {"path": str(self.folder / "data")},
-            "model": {"teacher": self.model, "guidance_scale": 3.0, "export_dtype": "float32"},
+            "model": {"teacher": self.model, "guidance_scale": self.guidance, "export_dtype": "float32"},
             "training": {
                 "num_steps": steps,
                 "batch_size": self.scale.batch_size,
@@ -200,6 +205,10 @@ class Workspace:
             self.drop_checkpoints(config)
         return student
 
+    def drop_later(self, config: DistillConfig) -> None:
+        """Deletes the checkpoints of a finished run once the result in the making is written."""
+        self._used.append(config)
+
     def drop_checkpoints(self, config: DistillConfig) -> None:
         """Deletes the checkpoints of a finished run."""
         shutil.rmtree(Path(config.folder) / CHECKPOINTS, ignore_errors=True)
@@ -214,7 +223,10 @@ class Workspace:
         if not file.is_file():
             self.say(f"arm {arm}, seed {seed}")
             file.parent.mkdir(parents=True, exist_ok=True)
+            self._used = []
             _write_json(file, make())
+            for config in self._used:
+                self.drop_checkpoints(config)
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return found
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..core.config import ConfigError
+from ..core.config import ConfigError, require
 from .config import DistillConfig
 from .draws import Draws
-from .flow import Condition, VelocityField
+from .flow import Condition, GuidanceScale, TwoScales, VelocityField
 
 DRAWN_ROUND = 100
 """Updates after which an expert that was never asked counts as left out, where noise levels are drawn."""
@@ -25,11 +25,14 @@ class Batch:
         latents: clean, normalised, float32 [B, C, F, h, w].
         condition: prompts, and first frames where the batch has image-to-video samples.
         draws: the random numbers of these samples.
+        states: the teacher's states at the student's knots, [B, N + 1, C, F, h, w], the last of them `latents`; None
+            where the data has none.
     """
 
     latents: torch.Tensor
     condition: Condition
     draws: Draws
+    states: torch.Tensor | None = None
 
     def noise(self, name: str) -> torch.Tensor:
         """Standard normal numbers of the latents' shape."""
@@ -63,8 +66,24 @@ class Loss:
     parts: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+def teacher_guidance(scale: float, scale_2: float | None, boundary: float | None) -> GuidanceScale:
+    """One guidance scale, or one of each expert.
+
+    Raises:
+        ConfigError: a second scale without a second expert.
+    """
+    rule = "left out for a teacher with one expert"
+    require(scale_2 is None or boundary is not None, "guidance_scale_2", scale_2, rule)
+    if scale_2 is None or boundary is None:
+        return scale
+    return TwoScales(scale, scale_2, boundary)
+
+
 class Method:
     """Base of the methods. Whatever one remembers between iterations must be in `state_dict`.
+
+    `trained_roles` are the networks that learn; `reads_trajectories` asks for batches with states; `joins_losses` says
+    that an update of the student may have two losses, each with a pass of its own.
 
     Args:
         config: the run.
@@ -73,11 +92,15 @@ class Method:
     """
 
     trained_roles: tuple[str, ...] = ("student",)
+    reads_trajectories = False
+    joins_losses = False
 
     def __init__(self, config: DistillConfig, flow_shift: float, boundary: float | None = None) -> None:
         self.config = config
         self.shift = flow_shift
         self.boundary = boundary
+        model = config.model
+        self.guidance_scale = teacher_guidance(model.guidance_scale, model.guidance_scale_2, boundary)
 
     def updates(self, step: int) -> tuple[str, ...]:
         """Roles that iteration `step` updates, in this order."""
@@ -118,11 +141,13 @@ def build_method(config: DistillConfig, flow_shift: float, boundary: float | Non
     """The method that the settings name."""
     from .methods.crossdistill import CrossDistill
     from .methods.dmd import DMD
+    from .methods.ode_regression import ODERegression
     from .methods.pcm import PCM
     from .methods.sparse_warmup import SparseWarmup
 
     known: dict[str, type[Method]] = {
         "sparse_warmup": SparseWarmup,
+        "ode_regression": ODERegression,
         "pcm": PCM,
         "dmd": DMD,
         "crossdistill": CrossDistill,

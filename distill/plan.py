@@ -75,7 +75,8 @@ def count_passes(config: DistillConfig, boundary: float | None = None) -> Passes
     shift = config.model.flow_shift if config.model.flow_shift is not None else 5.0
     method: Method = build_method(config, shift, boundary)
     latents = torch.zeros(1, 1, 1, 1, 1)
-    batch = Batch(latents, Condition(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)), Draws(0, range(1)))
+    states = torch.zeros(1, len(config.model.sigmas or ()) + 1, *latents.shape[1:])
+    batch = Batch(latents, Condition(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)), Draws(0, range(1)), states)
     student, teacher, critic = _Counted(), _Counted(), _Counted()
     layer = SimpleNamespace(outputs={"layer": torch.ones(1)})
     roles = Roles(student, teacher, critic, student, {"student": layer, "teacher": layer})

@@ -28,11 +28,13 @@ from .data import (
     NEGATIVE_FILE,
     SETTINGS_FILE,
     DatasetSettings,
+    TeacherSampling,
     load_settings,
     read_shard_items,
     shard_path,
 )
 from .sources import ClipSize, SourceItem
+from .trajectories import TeacherTrajectories, TrajectoryStart
 
 BAD_FILE = "bad.jsonl"
 _BAD = (OSError, ValueError, KeyError, FloatingPointError)
@@ -133,11 +135,14 @@ class Encoder:
         *,
         steps: int,
         guidance_scale: float,
+        guidance_scale_2: float | None = None,
         seed: int,
         picture: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Normalised latents [C, F, h, w] that the teacher makes, float32; from a picture where it needs one."""
-        extra = {} if picture is None else {"image": Image.fromarray(picture)}
+        extra: dict[str, Any] = {} if picture is None else {"image": Image.fromarray(picture)}
+        if guidance_scale_2 is not None:
+            extra["guidance_scale_2"] = guidance_scale_2
         latents = self._pipe(
             prompt=prompt,
             height=size.height,
@@ -153,15 +158,6 @@ class Encoder:
         return latents[0].float().cpu()
 
 
-@dataclass(frozen=True)
-class TeacherSampling:
-    """How the teacher makes clips from prompts."""
-
-    num_inference_steps: int = 50
-    guidance_scale: float = 5.0
-    seed: int = 0
-
-
 def prepare(
     pipe: Any,
     items: Iterable[SourceItem],
@@ -173,7 +169,9 @@ def prepare(
     max_sequence_length: int,
     negative_prompt: str = "",
     sampling: TeacherSampling | None = None,
+    mixed_precision: bool = False,
     shard_size: int = 64,
+    part: tuple[int, int] = (1, 1),
     progress: Callable[[int, int], None] | None = None,
 ) -> PrepareReport:
     """Encodes everything that is not there yet.
@@ -187,8 +185,11 @@ def prepare(
         size: of the clips.
         max_sequence_length: prompts are padded to so many tokens.
         negative_prompt: of the unconditional half of the guidance.
-        sampling: how the teacher makes clips for items without frames.
+        sampling: how the teacher makes clips for items without frames; with `sigmas` it makes all of them, and frames
+            are only looked at where a first one is given.
+        mixed_precision: follow trajectories in bfloat16 under autocast.
         shard_size: clips in a shard.
+        part: (k, n) takes the k-th (from 1) of every n items, so that n processes can fill one folder at once.
         progress: called with clips done and clips in all.
 
     Raises:
@@ -199,34 +200,45 @@ def prepare(
     items = list(items)
     repeated = [identity for identity, count in Counter(item.id for item in items).items() if count > 1]
     require(not repeated, "id", repeated[:3], "different for every clip")
+    place, num_parts = part
+    require(1 <= place <= num_parts, "part", part, "a number of n parts, from 1 to n")
+    items = items[place - 1 :: num_parts]
     encoder = Encoder(pipe, max_sequence_length)
     lonely = [item.id for item in items if encoder.image_channels and item.frames is None and item.image is None]
     require(not lonely, "image", lonely[:3], "given for every prompt: this teacher starts from a picture")
-    _settle(folder, encoder, pipe, source, model, size, max_sequence_length, negative_prompt)
-    done, number = _existing(folder)
+    shape = _settle(folder, encoder, pipe, source, model, size, max_sequence_length, negative_prompt, sampling)
+    trajectories = None
+    if sampling is not None and sampling.sigmas is not None:
+        negative = encoder.prompt(negative_prompt)
+        follower = TeacherTrajectories(pipe, sampling, negative, max_sequence_length, mixed_precision=mixed_precision)
+        trajectories = _Trajectories(encoder, follower, size, shape)
+    done, number = _existing(folder, part)
     made, bad = 0, []
     waiting: list[tuple[SourceItem, dict[str, torch.Tensor]]] = []
     left = [item for item in items if item.id not in done]
-    at_once = encoder.clips_at_once if sampling is None else 1
+    at_once = 1 if sampling is not None and trajectories is None else encoder.clips_at_once
     for start in range(0, len(left), at_once):
         group = left[start : start + at_once]
-        for item, parts in zip(group, _encode(encoder, group, size, sampling), strict=True):
+        encoded = _encode(encoder, group, size, sampling) if trajectories is None else trajectories.encode(group)
+        for item, parts in zip(group, encoded, strict=True):
             if isinstance(parts, Exception):
                 bad.append((item.id, f"{type(parts).__name__}: {parts}"))
             else:
                 waiting.append((item, parts))
                 made += 1
         while len(waiting) >= shard_size:
-            number = _write_shard(folder, number, waiting[:shard_size])
+            _write_shard(folder, number, waiting[:shard_size])
+            number += num_parts
             del waiting[:shard_size]
         if progress is not None:
             progress(len(items) - len(left) + start + len(group), len(items))
     _write_shard(folder, number, waiting)
     lines = "".join(json.dumps({"id": i, "reason": reason}) + "\n" for i, reason in bad)
+    bad_file = folder / (BAD_FILE if num_parts == 1 else f"bad-{place}-of-{num_parts}.jsonl")
     if bad:
-        write_atomically(folder / BAD_FILE, lambda partial: partial.write_text(lines, encoding="utf-8"))
+        write_atomically(bad_file, lambda partial: partial.write_text(lines, encoding="utf-8"))
     else:
-        (folder / BAD_FILE).unlink(missing_ok=True)
+        bad_file.unlink(missing_ok=True)
     return PrepareReport(len(done) + made, made, tuple(bad))
 
 
@@ -239,8 +251,9 @@ def _settle(
     size: ClipSize,
     max_sequence_length: int,
     negative_prompt: str,
-) -> None:
-    """Writes settings and negative prompt of a new folder, or checks those of an old one."""
+    sampling: TeacherSampling | None,
+) -> tuple[int, int, int, int]:
+    """Writes settings and negative prompt of a new folder, or checks those of an old one; the shape of latents."""
     strides = pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial
     shape = (
         pipe.vae.config.z_dim,
@@ -261,24 +274,29 @@ def _settle(
         negative_prompt=negative_prompt,
         image_channels=encoder.image_channels,
         image_dim=encoder.image_dim,
+        sampling=sampling,
     )
     file = folder / SETTINGS_FILE
     if file.is_file():
         before = load_settings(DatasetSettings, file)
-        for name, value in to_dict(settings).items():
-            old = to_dict(before)[name]
-            require(value == old, name, value, f"{old!r}, as {str(folder)!r} was made with, or another folder chosen")
-        return
+        asked, old = to_dict(settings), to_dict(before)
+        for name in asked | old:
+            rule = f"{old.get(name)!r}, as {str(folder)!r} was made with, or another folder chosen"
+            require(asked.get(name) == old.get(name), name, asked.get(name), rule)
+        return shape
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / NEGATIVE_FILE, lambda partial: save_file({"prompt_embeds": negative}, partial))
     save_settings(settings, file)
+    return shape
 
 
-def _existing(folder: Path) -> tuple[set[str], int]:
-    """Ids that are done, and the number of the next shard."""
+def _existing(folder: Path, part: tuple[int, int]) -> tuple[set[str], int]:
+    """Ids that are done, and the number of this part's next shard: parts never write the same one."""
     shards = sorted(folder.glob("shard-*.safetensors"))
     done = {item["id"] for path in shards for item in read_shard_items(path)}
-    return done, int(shards[-1].stem.split("-")[1]) + 1 if shards else 0
+    place, num_parts = part
+    above = int(shards[-1].stem.split("-")[1]) + 1 if shards else 0
+    return done, -(-above // num_parts) * num_parts + place - 1
 
 
 def _encode(
@@ -324,6 +342,7 @@ def _parts(
             size,
             steps=sampling.num_inference_steps,
             guidance_scale=sampling.guidance_scale,
+            guidance_scale_2=sampling.guidance_scale_2,
             seed=sampling.seed * 10**8 + int(item.id),
             picture=picture,
         )
@@ -331,16 +350,64 @@ def _parts(
     if encoder.image_channels:
         assert picture is not None
         parts |= encoder.image(picture, size.num_frames)
+    return _stored(parts)
+
+
+def _stored(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As a shard holds them."""
     for name, tensor in parts.items():
         if not bool(torch.isfinite(tensor).all()):
             raise FloatingPointError(f"its {name} are not finite")
     return {name: tensor.bfloat16().contiguous() for name, tensor in parts.items()}
 
 
-def _write_shard(folder: Path, number: int, waiting: list[tuple[SourceItem, dict[str, torch.Tensor]]]) -> int:
-    """Writes what waits as shard `number`, and returns the next number."""
+@dataclass(frozen=True)
+class _Trajectories:
+    """Makes what is stored of items whose clips the teacher's trajectories give."""
+
+    encoder: Encoder
+    follower: TeacherTrajectories
+    size: ClipSize
+    shape: tuple[int, int, int, int]
+
+    def encode(self, group: list[SourceItem]) -> list[dict[str, torch.Tensor] | Exception]:
+        """What is stored of each item, or why it cannot be used."""
+        made: dict[str, dict[str, torch.Tensor] | Exception] = {}
+        starts, pictures = [], {}
+        for item in group:
+            try:
+                start, pictures[item.id] = self._start(item)
+                starts.append(start)
+            except _BAD as error:
+                made[item.id] = error
+        followed = self.follower.follow(starts, self.shape) if starts else []
+        for start, parts in zip(starts, followed, strict=True):
+            try:
+                made[start.id] = _stored(parts | {"prompt_embeds": start.prompt_embeds} | pictures[start.id])
+            except FloatingPointError as error:
+                made[start.id] = error
+        return [made[item.id] for item in group]
+
+    def _start(self, item: SourceItem) -> tuple[TrajectoryStart, dict[str, torch.Tensor]]:
+        """Where the trajectory starts, and what is stored of its picture."""
+        first, parts = None, {}
+        if self.encoder.image_channels:
+            picture = item.frames()[0] if item.frames is not None else item.image()  # type: ignore[misc]
+            parts = self.encoder.image(picture, self.size.num_frames)
+        elif self.follower.keeps_first(item.id):
+            if item.frames is not None:
+                still = item.frames()[:1]
+            else:
+                require(item.image is not None, "image", None, f"given: the clip {item.id!r} starts from a picture")
+                still = item.image()[None]  # type: ignore[misc]
+            first = self.encoder.clips([still])[0]
+        return TrajectoryStart(item.id, self.encoder.prompt(item.caption), first, **parts), parts
+
+
+def _write_shard(folder: Path, number: int, waiting: list[tuple[SourceItem, dict[str, torch.Tensor]]]) -> None:
+    """Writes what waits, if anything does, as shard `number`."""
     if not waiting:
-        return number
+        return
     tensors = {f"{item.id}/{name}": tensor for item, parts in waiting for name, tensor in parts.items()}
     header = json.dumps([{"id": item.id, "caption": item.caption} for item, _ in waiting])
     partial = folder / f".{uuid.uuid4().hex}.partial"
@@ -349,4 +416,3 @@ def _write_shard(folder: Path, number: int, waiting: list[tuple[SourceItem, dict
         os.replace(partial, shard_path(folder, number))
     finally:
         partial.unlink(missing_ok=True)
-    return number + 1

@@ -13,13 +13,13 @@ from accelerate import Accelerator
 from torch.utils.checkpoint import checkpoint
 
 from ..attention.processors import InstalledAttention, install
-from ..core.config import ConfigError, load_file, require, save_file
+from ..core.config import load_file, require, save_file
 from ..pipelines.acceleration import restore, state_of
 from ..pipelines.loading import load, own_recipe
 from ..quantization.qat import FakeQuantization, fake_quantize_
 from .config import DistillConfig
 from .data import BatchReader, PreparedData
-from .denoiser import EXPERTS, Denoiser, LayerRecorder
+from .denoiser import Denoiser, LayerRecorder, denoiser_of, experts_of, scheduler_shift
 from .draws import derived_seed
 from .export import export_student
 from .method import Method, build_method
@@ -133,6 +133,7 @@ def _build(config: DistillConfig, data: PreparedData, accelerator: Accelerator, 
     pipe = stock_pipeline(config.model.teacher, getattr(torch, config.model.teacher_dtype))
     _check_data(config, data, pipe)
     method = build_method(config, _flow_shift(config, pipe), pipe.config.boundary_ratio)
+    _check_processes(config, method, pipe, accelerator.num_processes)
     student, start = _student(config, pipe)
     if sharding is None:
         student.to(accelerator.device)
@@ -144,7 +145,7 @@ def _build(config: DistillConfig, data: PreparedData, accelerator: Accelerator, 
         if sharding is None:
             critic.to(accelerator.device)
         trained["critic"] = _role(config, "critic", critic, sharding)
-    teacher = denoiser_of(pipe, {name: getattr(pipe, name) for name in _experts(pipe)}).requires_grad_(False)
+    teacher = denoiser_of(pipe).requires_grad_(False)
     if sharding is not None:
         sharding.shard(teacher)
         if not accelerator.is_main_process:
@@ -173,6 +174,7 @@ def _train(
         micro_batches=config.training.gradient_accumulation,
         max_sequence_length=length,
         drop_prompts=config.method == "sparse_warmup",
+        trajectories=parts.method.reads_trajectories,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         device=accelerator.device,
@@ -242,27 +244,13 @@ def _rebuilt_student(
     return student, attention
 
 
-def _experts(pipe: Any) -> list[str]:
-    return [name for name in EXPERTS if getattr(pipe, name, None) is not None]
-
-
-def denoiser_of(pipe: Any, experts: dict[str, Any]) -> Denoiser:
-    """The experts of a pipeline as one velocity field, at its boundary and with its times."""
-    return Denoiser(
-        experts,
-        boundary_ratio=pipe.config.boundary_ratio,
-        expand_timesteps=pipe.config.expand_timesteps,
-        num_train_timesteps=pipe.scheduler.config.num_train_timesteps,
-    )
-
-
 def _copied(config: DistillConfig, pipe: Any) -> Denoiser:
     """The teacher once more, in float32 and with weights of its own."""
     if next(pipe.transformer.parameters()).dtype == torch.float32:
-        experts = {name: copy.deepcopy(getattr(pipe, name)).float() for name in _experts(pipe)}
+        experts = {name: copy.deepcopy(getattr(pipe, name)).float() for name in experts_of(pipe)}
     else:  # what was rounded cannot be brought back
         source = stock_pipeline(config.model.teacher, torch.float32)
-        experts = {name: getattr(source, name).float() for name in _experts(source)}
+        experts = {name: getattr(source, name).float() for name in experts_of(source)}
     return _enable_checkpointing(config, denoiser_of(pipe, experts))
 
 
@@ -292,14 +280,14 @@ def _student(config: DistillConfig, pipe: Any) -> tuple[Denoiser, StudentStart]:
         before = state.recipe.attention.branch
         same = before in ("none", config.attention.branch)
         require(same, "attention.branch", config.attention.branch, f"{before!r}, which the student was trained with")
-    same = _experts(source) == _experts(pipe)
-    require(same, "model.student", config.model.student, f"a model with the teacher's experts {_experts(pipe)}")
-    for name in _experts(pipe):
+    same = experts_of(source) == experts_of(pipe)
+    require(same, "model.student", config.model.student, f"a model with the teacher's experts {experts_of(pipe)}")
+    for name in experts_of(pipe):
         ours, theirs = dict(getattr(source, name).config), dict(getattr(pipe, name).config)
         unlike = sorted(k for k in theirs if not k.startswith("_") and ours.get(k) != theirs[k])
         require(not unlike, f"model.student {name}", unlike, "of the teacher's configuration")
     provides = tuple(source.videospark_defaults.get("provides", ()))
-    experts = {name: getattr(source, name).float() for name in _experts(source)}
+    experts = {name: getattr(source, name).float() for name in experts_of(source)}
     return _enable_checkpointing(config, denoiser_of(source, experts)), StudentStart(provides, branches)
 
 
@@ -372,23 +360,17 @@ def _flow_shift(config: DistillConfig, pipe: Any) -> float:
     return scheduler_shift(pipe)
 
 
-def scheduler_shift(pipe: Any) -> float:
-    """Shift of the noise levels that a pipeline's scheduler has.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    for name in ("flow_shift", "shift"):
-        if pipe.scheduler.config.get(name) is not None:
-            return float(pipe.scheduler.config[name])
-    kind = type(pipe.scheduler).__name__
-    raise ConfigError(f"model.flow_shift: got None; must be given, as the teacher's {kind} has no shift")
-
-
 def _sequence_length(config: DistillConfig, pipe: Any) -> int:
     if config.model.max_sequence_length is not None:
         return config.model.max_sequence_length
     return int(pipe.videospark_defaults.get("max_sequence_length", DEFAULT_SEQUENCE_LENGTH))
+
+
+def _check_processes(config: DistillConfig, method: Method, pipe: Any, processes: int) -> None:
+    """DDP takes one pass for one backward pass where it touches some of the parameters alone."""
+    fits = processes == 1 or config.training.sharding != "none" or len(experts_of(pipe)) == 1 or not method.joins_losses
+    rule = "'fsdp2' where several processes train two experts with two losses in one update"
+    require(fits, "training.sharding", config.training.sharding, rule)
 
 
 def _check_data(config: DistillConfig, data: PreparedData, pipe: Any) -> None:
@@ -410,9 +392,28 @@ def _check_data(config: DistillConfig, data: PreparedData, pipe: Any) -> None:
     require(found == extra, "data image_channels", found, f"{extra}, {rule}")
     width = data.settings.image_dim
     require(width == settings.image_dim, "data image_dim", width, f"{settings.image_dim}, {rule}")
+    if config.method == "ode_regression":
+        _check_trajectories(config, data)
     share = config.data.image_share
     fits = share == 0 or bool(pipe.config.expand_timesteps)
     require(fits, "data.image_share", share, "0 for a teacher without one time per token (expand_timesteps)")
+
+
+def _check_trajectories(config: DistillConfig, data: PreparedData) -> None:
+    """They must be those of this teacher at these knots."""
+    sampling = data.settings.sampling
+    sigmas = None if sampling is None else sampling.sigmas
+    rule = "a folder of trajectories: `videospark distill prepare --trajectories`"
+    require(sigmas is not None, "data.path", config.data.path, rule)
+    assert sampling is not None and sigmas is not None
+    require(config.model.sigmas == sigmas, "model.sigmas", config.model.sigmas, f"{sigmas}, those of the trajectories")
+    for name in ("guidance_scale", "guidance_scale_2"):
+        ours, theirs = getattr(config.model, name), getattr(sampling, name)
+        require(ours == theirs, f"model.{name}", ours, f"{theirs}, that of the trajectories")
+    teacher = config.model.teacher
+    require(
+        teacher == data.settings.model, "model.teacher", teacher, f"{data.settings.model!r}, that of the trajectories"
+    )
 
 
 def with_overrides(config: DistillConfig, *, output: str | None = None, data: str | None = None) -> DistillConfig:

@@ -13,7 +13,8 @@ import torch
 from ..pipelines.video_io import contact_sheet, frames_to_uint8
 from .config import DistillConfig
 from .data import PreparedData, padded_embeds
-from .flow import Condition, VelocityField, euler_step, guided_velocity, levels, shift_time
+from .flow import Condition, GuidanceScale, VelocityField, euler_step, guided_velocity, levels, shift_time
+from .method import teacher_guidance
 
 SAMPLES_FOLDER = "samples"
 
@@ -42,7 +43,7 @@ def sample_latents(
     sigmas: tuple[float, ...],
     condition: Condition,
     *,
-    guidance_scale: float = 1.0,
+    guidance_scale: GuidanceScale = 1.0,
     renoise: Callable[[int], torch.Tensor] | None = None,
     visit: Callable[[float, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
@@ -106,7 +107,9 @@ class SampleSheets:
         self._folder, self._writes = Path(config.folder) / SAMPLES_FOLDER, writes
         few = config.model.sigmas
         self._sigmas = (*few, 0.0) if few is not None else uniform_sigmas(config.samples.steps, shift)
-        self._guidance = 1.0 if few is not None else config.model.guidance_scale
+        model = config.model
+        scale = teacher_guidance(model.guidance_scale, model.guidance_scale_2, pipe.config.boundary_ratio)
+        self._guidance = 1.0 if few is not None else scale
         self._stochastic = few is not None and uses_dmd and config.dmd.stochastic
         rows = [data.read(index % len(data)) for index in range(min(config.samples.count, len(data)))]
         self.captions = [data.items[index][2] for index in range(len(rows))]

@@ -321,6 +321,7 @@ class Trainer:
                 "step": self.step,
                 "fingerprint": self.config.fingerprint(),
                 "samples_per_step": self.batches.samples_per_step,
+                "data": self.batches.data_digest,
                 "updates": {name: role.updates for name, role in self.trained.items()},
                 "method": self.method.state_dict(),
                 "finished": self.finished,
@@ -361,6 +362,9 @@ class Trainer:
         samples, before = self.batches.samples_per_step, state["samples_per_step"]
         if samples != before:
             raise ConfigError(f"batch over all processes: got {samples}; must be {before} as in {folder.name}")
+        if state["data"] != self.batches.data_digest:
+            rule = f"the data that {folder.name} was trained on"
+            raise ConfigError(f"data.path: got {self.config.data.path!r} with other clips or settings; must be {rule}")
         for name, role in self.trained.items():
             copy_values(role.parameters, _part(tensors, name, folder))
             optimizers = _bare(role.optimizers)

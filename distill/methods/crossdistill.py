@@ -43,7 +43,7 @@ class CrossDistill(Method):
         count, crossover = len(self.knots) - 1, self.settings.crossover
         upper, lower = range(0, crossover), range(crossover, count)
         pcm_phases, dmd_phases = (upper, lower) if self.settings.order == "trajectory_first" else (lower, upper)
-        guidance = config.model.guidance_scale
+        guidance = self.guidance_scale
         self.consistency = None
         if len(pcm_phases) > 0:
             self.consistency = PhasedConsistency(self.knots, pcm_phases, flow_shift, guidance, config.pcm)
@@ -52,6 +52,7 @@ class CrossDistill(Method):
             self.matching = DistributionMatching(self.knots, flow_shift, guidance, config.dmd, boundary)
         # Step n (from 1) runs through phase n - 1.
         self.steps = [phase + 1 for phase in dmd_phases]
+        self.joins_losses = self.consistency is not None and self.matching is not None
         self.trained_roles = ("student",) if self.matching is None else ("student", "critic")
 
     @property
@@ -122,5 +123,5 @@ class CrossDistill(Method):
             pieces = max(1, round((high - low) * self.config.pcm.solver_steps))
             times = [high + (low - high) * i / pieces for i in range(pieces + 1)]
             sigmas = [shift_time(time, self.shift) for time in times]
-            state = solve(roles.teacher, noise, sigmas, batch.condition, self.config.model.guidance_scale)
+            state = solve(roles.teacher, noise, sigmas, batch.condition, self.guidance_scale)
         return self.matching.rollout(roles, batch, crossover, index - 1, state)

@@ -43,7 +43,7 @@ import torch
 from ...core.config import require
 from ..config import DistillConfig
 from ..config_methods import DMDConfig
-from ..flow import broadcast, euler_step, guided_velocity, levels, shift_time, unshift_time
+from ..flow import GuidanceScale, broadcast, euler_step, guided_velocity, levels, shift_time, unshift_time
 from ..method import Batch, Loss, Method, Roles
 from .pcm import knots_of
 
@@ -65,7 +65,7 @@ class DistributionMatching:
 
     knots: tuple[float, ...]
     shift: float
-    guidance_scale: float
+    guidance_scale: GuidanceScale
     settings: DMDConfig
     boundary: float | None = None
 
@@ -212,7 +212,7 @@ class DMD(Method):
     def __init__(self, config: DistillConfig, flow_shift: float, boundary: float | None = None) -> None:
         super().__init__(config, flow_shift, boundary)
         knots = knots_of(config.model.sigmas)
-        self.matching = DistributionMatching(knots, flow_shift, config.model.guidance_scale, config.dmd, boundary)
+        self.matching = DistributionMatching(knots, flow_shift, self.guidance_scale, config.dmd, boundary)
 
     @property
     def provides(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ import torch
 from ...core.config import require
 from ..config import DistillConfig
 from ..config_methods import PCMConfig
-from ..flow import add_noise, euler_step, guided_velocity, shift_time, unshift_time
+from ..flow import GuidanceScale, add_noise, euler_step, guided_velocity, shift_time, unshift_time
 from ..method import DRAWN_ROUND, Batch, Loss, Method, Roles
 
 
@@ -52,7 +52,7 @@ class PhasedConsistency:
     knots: tuple[float, ...]
     phases: range
     shift: float
-    guidance_scale: float
+    guidance_scale: GuidanceScale
     settings: PCMConfig
 
     def __post_init__(self) -> None:
@@ -112,8 +112,7 @@ class PCM(Method):
     def __init__(self, config: DistillConfig, flow_shift: float, boundary: float | None = None) -> None:
         super().__init__(config, flow_shift, boundary)
         knots = knots_of(config.model.sigmas)
-        guidance = config.model.guidance_scale
-        self.consistency = PhasedConsistency(knots, range(len(knots) - 1), flow_shift, guidance, config.pcm)
+        self.consistency = PhasedConsistency(knots, range(len(knots) - 1), flow_shift, self.guidance_scale, config.pcm)
 
     @property
     def provides(self) -> tuple[str, ...]:

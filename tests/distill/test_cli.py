@@ -60,6 +60,31 @@ def test_a_training_is_planned():
     assert nowhere.exit_code == 2 and "model: got 'tiny'" in nowhere.stderr
 
 
+def test_trajectories_then_run(model, tmp_path):
+    options = ("--trajectories", "0.99,0.7", "--image-share", 0.5, "--guidance-scale", 2, "--device", "cpu")
+    prepared = invoke("prepare", "--model", model, "--tiny-world", 3, *options, "--output", tmp_path / "data")
+    assert prepared.exit_code == 0, prepared.stderr
+    settings = json.loads((tmp_path / "data" / "dataset.json").read_text())["sampling"]
+    assert settings["num_inference_steps"] == 10 and settings["sigmas"] == [0.99, 0.7]
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f"""
+        name = "smoke"
+        method = "ode_regression"
+        [data]
+        path = {json.dumps(str(tmp_path / "data"))}
+        [model]
+        teacher = {json.dumps(str(model))}
+        sigmas = [0.99, 0.7]
+        guidance_scale = 2.0
+        [training]
+        num_steps = 1
+        """
+    )
+    result = invoke("run", config, "--output", tmp_path / "out", "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+
+
 def test_prepare_then_run_then_generate(model, tmp_path):
     prepared = invoke("prepare", "--model", model, "--tiny-world", 3, "--output", tmp_path / "data", "--device", "cpu")
     assert prepared.exit_code == 0, prepared.stderr
@@ -99,6 +124,10 @@ def test_prepare_then_run_then_generate(model, tmp_path):
         (("prepare", "--output", "x", "--tiny-world", 2, "--prompts", "p"), "source: got prompts, tiny-world"),
         (("prepare", "--output", "x", "--tiny-world", -1), "tiny-world: got -1"),
         (("prepare", "--output", "x", "--clips", "nowhere"), "clips: got 'nowhere'"),
+        (("prepare", "--output", "x", "--tiny-world", 2, "--steps", 9), "steps: got 9"),
+        (("prepare", "--output", "x", "--tiny-world", 2, "--image-share", 0.5), "image-share: got 0.5"),
+        (("prepare", "--output", "x", "--tiny-world", 2, "--trajectories", "a"), "trajectories: got 'a'"),
+        (("prepare", "--output", "x", "--tiny-world", 2, "--trajectories", "0.5,0.9"), "sigmas"),
         (("run", "nowhere.toml"), "config: got 'nowhere.toml'"),
         (("run", "tiny-unknown"), "tiny-pcm-3step"),
         (("run", "tiny-pcm-3step", "--device", "tpu"), "device: got 'tpu'"),

@@ -95,6 +95,7 @@ def test_a_workspace_is_of_one_experiment(tmp_path):
 
 def test_every_arm_has_settings_that_are_valid(tmp_path):
     work = Workspace(tmp_path, Settings("frontier", "nowhere", False, Scale()), device="cpu", say=print)
+    work.guidance = 1.5
     configs = [
         experiment_arms._few_step(work, arm, 1, "student", experiments.attention_of(0.1), arm)
         for arm in experiment_arms.FRONTIER
@@ -115,7 +116,7 @@ def test_the_reports_count_what_is_there(tmp_path):
 
     def trap(local, terminal):
         parts = {"terminal": 0.5, "sliced_wasserstein": 0.1, "swap": [0.4, 0.1, 0.0], "restore": [0.3, 0.1, 0.0]}
-        return {"points": points(local, terminal), "warmup": parts, "crossdistill": parts}
+        return {"points": points(local, terminal), "warmup": parts, "few_steps": parts, "crossdistill": parts}
 
     results = {
         "keep-0.1": [trap([4, 2, 1.5, 1], [1, 0.5, 0.5, 0.499]), trap([4, 2, 1.5, 1], [1, 0.5, 0.5, 0.3])],

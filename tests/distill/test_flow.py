@@ -3,8 +3,19 @@
 import pytest
 import torch
 
+from videospark.core.config import ConfigError
 from videospark.distill.draws import Draws
-from videospark.distill.flow import add_noise, euler_step, guided_velocity, levels, shift_time, solve, unshift_time
+from videospark.distill.flow import (
+    TwoScales,
+    add_noise,
+    euler_step,
+    guided_velocity,
+    levels,
+    shift_time,
+    solve,
+    unshift_time,
+)
+from videospark.distill.method import teacher_guidance
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 12.0])
@@ -34,6 +45,18 @@ def test_guidance_moves_the_mean_beyond_the_prompt(toy):
     field.calls.clear()
     guided_velocity(field, batch.latents, sigma, batch.condition, 1.0)
     assert len(field.calls) == 1
+
+
+def test_two_experts_have_scales_of_their_own(toy):
+    batch, field = toy.batch(4), toy.GaussianField()
+    sigma = torch.tensor([0.9, 0.7, 0.7, 0.3])
+    both = guided_velocity(field, batch.latents, sigma, batch.condition, TwoScales(4.0, 3.0, boundary=0.7))
+    high, low = (guided_velocity(field, batch.latents, sigma, batch.condition, scale) for scale in (4.0, 3.0))
+    assert torch.equal(both[:3], high[:3]) and torch.equal(both[3:], low[3:]) and not torch.equal(high, low)
+    assert teacher_guidance(4.0, 3.0, 0.7) == TwoScales(4.0, 3.0, 0.7)
+    assert teacher_guidance(4.0, None, 0.7) == 4.0
+    with pytest.raises(ConfigError, match="guidance_scale_2: got 3.0; must be left out"):
+        teacher_guidance(4.0, 3.0, None)
 
 
 def test_solving_the_flow_gives_the_guided_distribution(toy):

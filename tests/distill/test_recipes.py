@@ -125,6 +125,7 @@ def write_data(folder, shape, latent_shape):
         # All weights of 14B with their optimizer want 15 GB even with two layers: adapters alone learn here.
         ("wan2.1-14b-warmup-95", {"trainable": "lora"}),
         ("wan2.1-i2v-14b-warmup-95", {"trainable": "lora"}),
+        ("wan2.1-14b-crossdistill-3step", {"trainable": "lora"}),
     ],
 )
 def test_one_iteration_at_full_width(name, changes, fresh, tmp_path, monkeypatch):

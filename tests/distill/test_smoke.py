@@ -48,7 +48,7 @@ def test_thirty_iterations(world, build, fresh, tmp_path, arm, monkeypatch):
     teachers = []
     denoiser_of = runs.denoiser_of
 
-    def watched(pipe, experts):
+    def watched(pipe, experts=None):
         made = denoiser_of(pipe, experts)
         teachers.append((made, {name: p.detach().clone() for name, p in made.named_parameters()}))
         return made

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import random
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +16,11 @@ from safetensors.torch import load_file
 
 import videospark
 from videospark.core.config import ConfigError, save_file
+from videospark.distill import run as runs
 from videospark.distill import trainer as training_loop
 from videospark.distill.checkpoints import newest_checkpoint, step_of
 from videospark.distill.data import PreparedData
+from videospark.distill.method import build_method
 from videospark.distill.run import STUDENT_FOLDER, load_config, run, stock_pipeline
 
 METHODS = {
@@ -250,6 +254,40 @@ def test_other_settings_do_not_resume(world, build, tmp_path):
     AcceleratorState._reset_state(True)
     longer = run(build(world, tmp_path, "pcm", {"num_steps": 2, "ema_decay": 0.0}), device="cpu", resume=True)
     assert longer.training.step == 2
+
+
+def test_other_clips_do_not_resume(world, build, tmp_path):
+    shutil.copytree(world / "data", tmp_path / "data")
+    data = {"path": str(tmp_path / "data")}
+    run(build(world, tmp_path / "out", "pcm", {"num_steps": 1}, data=data), device="cpu")
+    sorted((tmp_path / "data").glob("shard-*"))[0].unlink()
+    AcceleratorState._reset_state(True)
+    with pytest.raises(ConfigError, match=r"data.path: .* with other clips or settings; must be the data that step-"):
+        run(build(world, tmp_path / "out", "pcm", {"num_steps": 2}, data=data), device="cpu", resume=True)
+
+
+def test_a_batch_that_is_split_otherwise_resumes(world, build, tmp_path):
+    run(build(world, tmp_path, "pcm", {"num_steps": 1, "batch_size": 2}), device="cpu")
+    for size, micro, fits in ((1, 2, True), (2, 2, False)):
+        AcceleratorState._reset_state(True)
+        training = {"num_steps": 2, "batch_size": size, "gradient_accumulation": micro}
+        config = build(world, tmp_path, "pcm", training)
+        if fits:
+            assert run(config, device="cpu", resume=True).training.step == 2
+        else:
+            with pytest.raises(ConfigError, match="batch over all processes: got 4; must be 2"):
+                run(config, device="cpu", resume=True)
+
+
+def test_two_losses_of_two_experts_need_split_networks(build, world, tmp_path):
+    two = SimpleNamespace(transformer=object(), transformer_2=object())
+    config = build(world, tmp_path, "crossdistill")
+    method = build_method(config, 5.0, 0.8)
+    runs._check_processes(config, method, two, 1)
+    with pytest.raises(ConfigError, match="training.sharding: got 'none'; must be 'fsdp2'"):
+        runs._check_processes(config, method, two, 2)
+    alone = build(world, tmp_path, "dmd")
+    runs._check_processes(alone, build_method(alone, 5.0, 0.8), two, 2)
 
 
 def test_data_of_another_model_is_refused(world, build, tmp_path):
