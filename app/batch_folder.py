@@ -35,6 +35,7 @@ from ..pipelines.generation import GenerationRequest, GenerationResult, StepCall
 from ..pipelines.recipe import Recipe
 from ..pipelines.recipe import resolve as resolve_recipe
 from ..pipelines.sidecar import write_result
+from ..pipelines.video_io import decoded_size
 from .console import describe_error, write_text
 from .engine import is_out_of_memory, request_settings
 from .jobs import Job
@@ -325,12 +326,7 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
 
 def _decodes(path: Path, size: Mapping[str, int]) -> bool:
     """Whether every frame that the sidecar promises can be decoded."""
-    import imageio_ffmpeg
-
     try:
-        reader = imageio_ffmpeg.read_frames(str(path))
-        width, height = next(reader)["source_size"]
-        frames = sum(1 for _ in reader)
-    except (RuntimeError, OSError, StopIteration, KeyError):
+        return decoded_size(path) == (size["width"], size["height"], size["num_frames"])
+    except (OSError, KeyError):
         return False
-    return (width, height, frames) == (size["width"], size["height"], size["num_frames"])

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from .console import require_at_least
-from .model_folder import locate_model
+from .model_folder import display_name, locate_model
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _GENERAL_EXAMPLES = (
@@ -24,6 +24,9 @@ _GENERAL_EXAMPLES = (
 
 def serve(
     model: str | None = typer.Option(None, "--model", help="Folder or hub id; default: the embedded tiny model."),
+    teacher: str | None = typer.Option(
+        None, "--teacher", help="Dense model that Compare shows beside a student; tiny-3step has tiny."
+    ),
     device: list[str] = typer.Option([], "--device", help="cpu, cuda:0, ...; several times for several workers."),
     offload: str = typer.Option("none", "--offload", help="none, experts, model, group, or auto: what fits first."),
     outputs: Path = typer.Option(Path("outputs/page"), "--outputs", help="Folder of the clips: the only one served."),
@@ -50,9 +53,19 @@ def serve(
         raise NotADirectoryError(f"outputs: got {str(outputs)!r}; must be a folder, and this is a file")
     if importlib.util.find_spec("gradio") is None:
         raise ImportError("gradio is not installed; the page needs it: pip install 'videospark[app]'")
+    from ..tiny import EMBEDDED
+
     located = locate_model(model)
+    if teacher is None and model in EMBEDDED and model != "tiny":
+        teacher = "tiny"
     server = Server(
-        located, device or [None], outputs, _limits(max_queue, max_pixels), embedded=model is None, offload=offload
+        located,
+        device or [None],
+        outputs,
+        _limits(max_queue, max_pixels),
+        embedded=model is None or model in EMBEDDED,
+        offload=offload,
+        teacher=None if teacher is None else locate_model(teacher),
     )
     address = server.start(host, port, login, max_upload_mb)
     typer.echo(f"{address}  (clips in {outputs}; Ctrl-C ends it)")
@@ -106,8 +119,9 @@ class Server:
         devices: one worker for each; None is the best device.
         outputs: folder of the clips.
         limits: a `ServiceLimits`.
-        embedded: whether it is the embedded model, whose examples are captions of its world.
+        embedded: whether it is an embedded model, whose examples are captions of its world.
         offload: where the parts of the model lie, see `pipelines.offload.place`.
+        teacher: the dense model that a student is compared with, folder or hub id.
         make_engine: makes the engine for a model and a device; an `Engine` with that offloading by default.
     """
 
@@ -120,6 +134,7 @@ class Server:
         *,
         embedded: bool = False,
         offload: str = "none",
+        teacher: str | None = None,
         make_engine: Callable[[str, Any], Any] | None = None,
     ) -> None:
         from ..core.devices import pick_device
@@ -127,10 +142,10 @@ class Server:
         from .page import Page
         from .service import GenerationService
 
-        make_engine = make_engine or functools.partial(Engine, offload=offload)
+        make_engine = make_engine or functools.partial(Engine, offload=offload, teacher=teacher)
         planned, own = planned_pipeline(model)
         engines = [make_engine(model, pick_device(name)) for name in devices]
-        self.service = GenerationService(engines, outputs, limits, Path(model).name if Path(model).is_dir() else model)
+        self.service = GenerationService(engines, outputs, limits, display_name(model))
         self.blocks = Page(self.service, planned, own, examples_for(embedded)).build()
         self._is_launched = False
 

@@ -32,6 +32,8 @@ from .block_maps import BlockMapRecorder
 from .model_folder import stand_in
 
 RECIPE_FILE = "videospark_recipe.json"
+TEACHER = "teacher"
+"""In place of a recipe: the dense model that a student was made from."""
 _WHOLE_BYTES = 2**20
 _SAMPLES = 16
 
@@ -45,6 +47,7 @@ class Engine:
         load: loads the pipeline, as `pipelines.loading.load` does; called by `load()` alone.
         offload: where its parts lie while it runs, see `pipelines.offload.place`.
         size: width, height and frames that offload "auto" plans for; None for the model's own.
+        teacher: the dense model that a student was made from, which `TEACHER` asks for; None without.
 
     Attributes:
         load_seconds: what loading took, the recipe and its quantization included; None before.
@@ -60,6 +63,7 @@ class Engine:
         load: Callable[..., Any] | None = None,
         offload: str = "none",
         size: tuple[int, int, int] | None = None,
+        teacher: str | None = None,
     ) -> None:
         require(offload in MODES, "offload", offload, f"one of {', '.join(MODES)}")
         self.model, self.device, self.offload, self.size = model, device, offload, size
@@ -67,6 +71,8 @@ class Engine:
         self.load_seconds: float | None = None
         self._load = load
         self._own_recipe: Recipe | None = None
+        self.teacher = teacher
+        self._teacher_engine: Engine | None = None
 
     def load(self) -> None:
         """Reads the weights and applies the model's own recipe; does nothing when called again."""
@@ -97,12 +103,15 @@ class Engine:
 
         Args:
             request: what to make.
-            recipe: how; None is the model's own, where it has one.
+            recipe: how; None is the model's own, where it has one, and `TEACHER` another model, which is only there as
+                long as it is needed, or stays on a CPU.
             on_step: see `generate`.
             on_clean_latents: see `generate`.
             recorder: listens to the sparse layers.
         """
         self.load()
+        if recipe == TEACHER:
+            return self._ask_teacher(request, on_step=on_step, on_clean_latents=on_clean_latents)
         self._apply(recipe)
         with warnings.catch_warnings(), nullcontext() if recorder is None else recorder.record(self.pipe):
             warnings.simplefilter("ignore")  # all of them are in the result: notes and unknown words
@@ -111,6 +120,9 @@ class Engine:
     def resolve(self, request: GenerationRequest, recipe: str | Recipe | None = None) -> GenerationRequest:
         """The request with every setting filled in and checked, as this recipe would run it; loads the model."""
         self.load()
+        if recipe == TEACHER:
+            planned, _ = planned_pipeline(self._teacher())
+            return resolve_for(planned, request, Recipe("dense"))
         chosen = resolve(recipe) if recipe is not None else (self._own_recipe or Recipe("dense"))
         return resolve_for(self.pipe, request, chosen)
 
@@ -124,6 +136,23 @@ class Engine:
         gc.collect()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+    def _teacher(self) -> str:
+        require(self.teacher is not None, "recipe", TEACHER, "another one: no teacher is known of this model")
+        assert self.teacher is not None
+        return self.teacher
+
+    def _ask_teacher(self, request: GenerationRequest, **callbacks: Any) -> GenerationResult:
+        if self._teacher_engine is None:
+            self._teacher_engine = Engine(self._teacher(), self.device, self._load, self.offload, self.size)
+        engine = self._teacher_engine
+        try:
+            return engine.run(request, "dense", **callbacks)
+        finally:
+            if torch.device(self.device or "cpu").type != "cpu":
+                self._teacher_engine = None
+                del engine
+                self.free_memory()
 
     def _apply(self, recipe: str | Recipe | None) -> None:
         wanted = resolve(recipe) if recipe is not None else self._own_recipe

@@ -10,23 +10,36 @@ from typing import Any
 
 
 def locate_model(model: str | None) -> str:
-    """The folder or hub id to load; None is the embedded tiny model.
+    """The folder or hub id to load; None is the embedded "tiny", and embedded models have names.
 
     Raises:
         FileNotFoundError: it is neither a model folder nor of the form `owner/name`, or no model is embedded.
     """
-    if model is None:
-        from ..tiny import checkpoint_path
+    from ..tiny import EMBEDDED, checkpoint_path
 
-        return str(checkpoint_path())
+    if model is None or model in EMBEDDED:
+        return str(checkpoint_path(model or "tiny"))
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "model_index.json").is_file():
             raise FileNotFoundError(f"model: got {model!r}; the folder has no model_index.json, so it is no pipeline")
         return str(folder)
     if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
-        raise FileNotFoundError(f"model: got {model!r}; must be a diffusers folder or a hub id of the form owner/name")
+        names = ", ".join(EMBEDDED)
+        raise FileNotFoundError(
+            f"model: got {model!r}; must be a diffusers folder, a hub id of the form owner/name, or one of {names}"
+        )
     return model
+
+
+def display_name(model: str) -> str:
+    """Of an embedded model its name, of another folder that of the folder, of a model on the Hub its id."""
+    from ..tiny import EMBEDDED, folder_of
+
+    for name in EMBEDDED:
+        if Path(model) == folder_of(name):
+            return name
+    return Path(model).name if Path(model).is_dir() else model
 
 
 def _read(path: Path) -> dict[str, Any]:

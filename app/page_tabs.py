@@ -12,6 +12,7 @@ from ..pipelines.generation import GenerationRequest
 from ..pipelines.recipe import Recipe
 from ..pipelines.sidecar import request_from_sidecar
 from . import page_view as view
+from .engine import TEACHER
 from .history import Clip
 from .jobs import read_jobs
 from .page_errors import QUIET, owner_of, user_error, user_errors
@@ -33,7 +34,8 @@ class CompareTab:
     def build(self) -> None:
         """Lays it out."""
         ids = gr.State([])
-        gr.Markdown("The same prompt and seed twice: by the recipe, and by the model as it is, its teacher.")
+        other = "its dense teacher" if self.service.comparison == TEACHER else "the model as it is, its teacher"
+        gr.Markdown(f"The same prompt and seed twice: by the recipe, and by {other}.")
         prompt = gr.Textbox(label="Prompt", lines=2, elem_id="compare-prompt", placeholder="What both clips show")
         with gr.Row():
             choices = view.recipe_choices(self.recipes, self.own)
@@ -58,7 +60,7 @@ class CompareTab:
         owner = owner_of(http)
         with user_errors():
             request = GenerationRequest(prompt or "", seed=int(seed or 0))
-            names = (view.chosen_recipe(recipe, None, self.recipes, self.own), "dense")
+            names = (view.chosen_recipe(recipe, None, self.recipes, self.own), self.service.comparison)
             for name in names:
                 self.service.check(request, name)  # both or neither
             ids = [self.service.submit(request, name, owner=owner, label="compare") for name in names]

@@ -26,8 +26,9 @@ from ..pipelines.recipe import Recipe
 from ..pipelines.video_io import read_image
 from .block_maps import BlockMapRecorder
 from .console import describe_error
-from .engine import Engine
+from .engine import TEACHER, Engine
 from .history import Clip, History, new_id
+from .model_folder import display_name
 from .service_data import NotReady, QueueFull, ServiceLimits, Snapshot, Status, recipe_name, short_cause
 
 _LOG = logging.getLogger("videospark.service")
@@ -102,6 +103,11 @@ class GenerationService:
         if self._load_error is not None:
             raise NotReady(self._load_error)
         return self.engines[0]
+
+    @property
+    def comparison(self) -> str:
+        """What a recipe is compared with: the teacher where one is known, else the model itself without a recipe."""
+        return TEACHER if getattr(self.engines[0], "teacher", None) is not None else "dense"
 
     @property
     def is_ready(self) -> bool:
@@ -351,7 +357,8 @@ class GenerationService:
             "group": asked.group, "created": task.created, "queue_seconds": round(started - task.created, 3),
         }  # fmt: skip
         maps = None if recorder is None else recorder.result()
-        clip = self.history.store(task.snapshot.id, result, {"model": self.model_name, "service": origin}, maps)
+        model = display_name(engine.teacher) if asked.recipe == TEACHER and engine.teacher else self.model_name
+        clip = self.history.store(task.snapshot.id, result, {"model": model, "service": origin}, maps)
         seconds = clip.sidecar["stages"]["seconds"]
         with self._changed:
             self._finish_seconds[_shape(task)] = sum(seconds.get(name, 0.0) for name in ("decode", "save"))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import tempfile
 import uuid
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -101,9 +103,11 @@ def save_video(frames: np.ndarray, path: str | Path, fps: float) -> Path:
         frames: uint8 [F, H, W, 3]; height and width even.
         path: file ending in .mp4.
         fps: frames per second, more than 0.
-    """
-    import imageio_ffmpeg
 
+    Raises:
+        ConfigError: frames, rate or path that cannot be written.
+        OSError: ffmpeg failed; with what it said.
+    """
     path = check_output(path)
     frames = np.ascontiguousarray(frames)
     good = frames.dtype == np.uint8 and frames.ndim == 4 and frames.shape[0] > 0 and frames.shape[-1] == 3
@@ -112,19 +116,54 @@ def save_video(frames: np.ndarray, path: str | Path, fps: float) -> Path:
     require(height % 2 == 0 and width % 2 == 0, "frames", (height, width), "of even height and width for yuv420p")
     require(math.isfinite(fps) and fps > 0, "fps", fps, "more than 0")
 
+    given = [
+        "-f",
+        "rawvideo",
+        "-s",
+        f"{width}x{height}",
+        "-pix_fmt",
+        "rgb24",
+        "-r",
+        str(Fraction(fps).limit_denominator()),
+    ]
+    wanted = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10", "-movflags", "+faststart"]
+
     def write(partial: Path) -> None:
-        writer = imageio_ffmpeg.write_frames(
-            str(partial), (width, height), fps=fps, codec="libx264", pix_fmt_out="yuv420p",
-            macro_block_size=1, quality=8, output_params=["-movflags", "+faststart"],
-        )  # fmt: skip
-        writer.send(None)
-        try:
-            for frame in frames:
-                writer.send(frame.tobytes())
-        finally:
-            writer.close()
+        _run_ffmpeg(["-y", *given, "-i", "-", *wanted, str(partial)], frames.tobytes())
 
     return write_atomically(path, write)
+
+
+def decoded_size(path: str | Path) -> tuple[int, int, int]:
+    """Width, height and number of the frames of a video that can be decoded.
+
+    Raises:
+        OSError: ffmpeg cannot read it; with what it said.
+    """
+    stream = _run_ffmpeg(["-i", str(path), "-f", "yuv4mpegpipe", "-pix_fmt", "yuv420p", "-"])
+    header, _, rest = stream.partition(b"\n")
+    sizes = {field[:1]: int(field[1:]) for field in header.split() if field[:1] in (b"W", b"H") and field[1:].isdigit()}
+    if len(sizes) != 2:
+        raise OSError(f"{path}: no video")
+    width, height = sizes[b"W"], sizes[b"H"]
+    # A frame is a line "FRAME", then Y of every pixel and U and V of every four.
+    return width, height, len(rest) // (6 + width * height + 2 * ((width + 1) // 2) * ((height + 1) // 2))
+
+
+def _run_ffmpeg(arguments: list[str], data: bytes = b"") -> bytes:
+    """What imageio's ffmpeg writes to its output.
+
+    imageio-ffmpeg's own reader and writer run Python between fork and exec, which hangs now and then where the process
+    has other threads, as a server has; `start_new_session` keeps interrupts from ffmpeg without that.
+    """
+    from imageio_ffmpeg import get_ffmpeg_exe
+
+    command = [get_ffmpeg_exe(), "-v", "error", *arguments]
+    done = subprocess.run(command, input=data, capture_output=True, start_new_session=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise OSError(f"ffmpeg ended with {done.returncode}: {said[-1] if said else 'it said nothing'}")
+    return done.stdout
 
 
 def contact_sheet(frames: np.ndarray, path: str | Path, max_frames: int = 12, columns: int = 4) -> Path:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from videospark.app.engine import Engine, loaded_engine
+from videospark.app.engine import TEACHER, Engine, loaded_engine
 from videospark.core.config import ConfigError
 from videospark.pipelines.acceleration import accelerate, current_report, state_of
 from videospark.pipelines.generation import GenerationRequest
@@ -65,6 +65,27 @@ def test_a_branch_is_never_random(model_folder, student):
     restore(dense)
     accelerate(dense, ROLA)
     assert {row["branch_weights"] for row in current_report(dense).layers} == {"given"}
+
+
+def test_a_teacher_is_another_model_that_runs_densely(student, model_folder):
+    engine = Engine(str(student), "cpu", teacher=str(model_folder))
+    own = engine.run(REQUEST).frames
+    taught = engine.run(REQUEST, TEACHER)
+    assert (taught.frames == Engine(str(model_folder), "cpu").run(REQUEST, "dense").frames).all()
+    assert not (taught.frames == own).all() and taught.report["recipe"]["name"] == "dense"
+    assert (engine.run(REQUEST).frames == own).all()
+    # Steps and guidance are the teacher's, whatever the student's defaults say.
+    engine.pipe.videospark_defaults = engine.pipe.videospark_defaults | {
+        "num_inference_steps": 1,
+        "guidance_scale": 1.0,
+    }
+    asked = GenerationRequest("a red circle", height=64, width=64, num_frames=5)
+    teachers = loaded_engine(str(model_folder), device="cpu").pipe.videospark_defaults
+    resolved = engine.resolve(asked, TEACHER)
+    assert resolved.num_inference_steps == teachers["num_inference_steps"]
+    assert engine.resolve(asked).num_inference_steps == 1
+    with pytest.raises(ConfigError, match="recipe: got 'teacher'; must be another one: no teacher is known"):
+        Engine(str(student), "cpu").run(REQUEST, TEACHER)
 
 
 @pytest.fixture(scope="module")
