@@ -1,5 +1,6 @@
 """Videos go through ffmpeg whole, and no Python runs between fork and exec."""
 
+import contextlib
 import subprocess
 
 import imageio.v3 as imageio
@@ -30,10 +31,8 @@ def test_what_is_written_is_read_again(tmp_path, fps):
 def test_what_is_cut_off_or_no_video_does_not_count(tmp_path):
     path = save_video(clip(17), tmp_path / "a.mp4", 8)
     (tmp_path / "half.mp4").write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    try:
+    with contextlib.suppress(OSError):  # it fails or gives less: that depends on where it was cut
         assert decoded_size(tmp_path / "half.mp4")[2] < 17
-    except OSError:
-        pass  # which of the two depends on where it was cut
     (tmp_path / "text.mp4").write_text("no video")
     for name in ("text.mp4", "nowhere.mp4"):
         with pytest.raises(OSError, match="ffmpeg ended with"):
