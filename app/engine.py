@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..core.config import ConfigError, require
+from ..core.devices import pick_device
 from ..pipelines.acceleration import accelerate, state_of
 from ..pipelines.generation import (
     CleanLatentsCallback,
@@ -149,7 +150,7 @@ class Engine:
         try:
             return engine.run(request, "dense", **callbacks)
         finally:
-            if torch.device(self.device or "cpu").type != "cpu":
+            if pick_device(None if self.device is None else str(self.device)).type != "cpu":
                 self._teacher_engine = None
                 del engine
                 self.free_memory()

@@ -129,7 +129,7 @@ def save_video(frames: np.ndarray, path: str | Path, fps: float) -> Path:
     wanted = ["-an", "-vcodec", "libx264", "-pix_fmt", "yuv420p", "-crf", "10", "-movflags", "+faststart"]
 
     def write(partial: Path) -> None:
-        _run_ffmpeg(["-y", *given, "-i", "-", *wanted, str(partial)], frames.tobytes())
+        _run_ffmpeg(["-y", *given, "-i", "-", *wanted, f"file:{partial}"], frames.tobytes())
 
     return write_atomically(path, write)
 
@@ -140,7 +140,7 @@ def decoded_size(path: str | Path) -> tuple[int, int, int]:
     Raises:
         OSError: ffmpeg cannot read it; with what it said.
     """
-    stream = _run_ffmpeg(["-i", str(path), "-f", "yuv4mpegpipe", "-pix_fmt", "yuv420p", "-"])
+    stream = _run_ffmpeg(["-i", f"file:{path}", "-f", "yuv4mpegpipe", "-pix_fmt", "yuv420p", "-"])
     header, _, rest = stream.partition(b"\n")
     sizes = {field[:1]: int(field[1:]) for field in header.split() if field[:1] in (b"W", b"H") and field[1:].isdigit()}
     if len(sizes) != 2:

@@ -193,6 +193,8 @@ def test_passes_are_those_of_the_methods(toy):
     # Guided teacher, and the target of the student itself.
     pcm = count_passes(toy.config("pcm"))
     assert (pcm.student, pcm.student_trained, pcm.teacher, pcm.open) == (1, 1, 2, 1)
+    stored = count_passes(toy.config("ode_regression"))
+    assert (stored.student, stored.student_trained, stored.teacher, stored.open) == (0, 1, 0, 1)
     dmd = count_passes(toy.config("dmd", dmd={"critic_updates": 1}))
     # Half of the iterations are the student's: a step that learns after 0, 1 or 2 that lead to it; the critic's lead to
     # a step as well, which does not learn.
