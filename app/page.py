@@ -121,7 +121,12 @@ class Page:
                         label=label, min_width=140,
                     )  # fmt: skip
             form["keep_ratio"] = gr.Slider(
-                0.05, 1.0, value=1.0, step=0.05, label="Kept share of the key blocks", visible=view.is_sparse(self.own)
+                0.05,
+                1.0,
+                value=self.own.attention.keep_ratio,
+                step=0.05,
+                label="Kept share of the key blocks",
+                visible=view.is_sparse(self.own),
             )
             form["guidance"] = gr.Number(
                 label="Guidance (empty: of the recipe)", value=None, minimum=0, visible=view.is_guided(self.own)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+_FILE_ROUTE = re.compile(r"/file[=/]")
+"""Gradio serves files under both."""
 _CLIP_FILE = re.compile(r"\d{8}-\d{6}-[0-9a-f]{16}\.(mp4|png|json|thumb\.jpg|input\.png)")
 _Scope = dict[str, Any]
 
@@ -40,9 +42,10 @@ class OnlyClips:
 
     def allows(self, path: str) -> bool:
         """Whether a request's path asks for no file, or for one that may be had."""
-        _, found, asked = path.partition("/file=")
-        if not found:
+        match = _FILE_ROUTE.search(path)
+        if match is None:
             return "/proxy=" not in path
+        asked = path[match.end() :]
         try:
             plain = Path(unquote(asked))
             target = plain.resolve(strict=True)

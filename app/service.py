@@ -224,11 +224,13 @@ class GenerationService:
             if task is None or task.snapshot.status.settled or (owner is not None and task.owner != owner):
                 return False
             task.cancel.set()
-            if task.snapshot.status is Status.queued:
+            waited = task.snapshot.status is Status.queued
+            if waited:
                 self._waiting = [entry for entry in self._waiting if entry[2] != request_id]
                 heapq.heapify(self._waiting)
                 self._settle(task, Status.cancelled)
-        self.history.discard(request_id)
+        if waited:  # of one that runs the worker takes the files away: it may be storing them
+            self.history.discard(request_id)
         return True
 
     def queue_length(self) -> int:
@@ -289,7 +291,10 @@ class GenerationService:
             failure = self._run(engine, task)
             if failure is None:
                 continue
-            engine.free_memory()  # here, where no frame of the failed run is alive
+            try:
+                engine.free_memory()  # here, where no frame of the failed run is alive
+            except Exception:  # a broken GPU must not leave the requests waiting for a dead worker
+                _LOG.exception("request %s: memory could not be freed", task.snapshot.id)
             self.history.discard(task.snapshot.id)
             with self._changed:
                 self._settle(task, *failure)

@@ -34,7 +34,7 @@ def blocks(guide):
 def small(model_folder, tmp_path, monkeypatch):
     """A working folder in which the embedded model is the small one."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("videospark.tiny.checkpoint_path", lambda: model_folder)
+    monkeypatch.setattr("videospark.tiny.checkpoint_path", lambda name="tiny": model_folder)
     return tmp_path
 
 
