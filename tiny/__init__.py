@@ -1,5 +1,9 @@
 """The embedded default: a small Wan, really trained, its student, and the world that they were trained on."""
 
+import hashlib
+import os
+import shutil
+import uuid
 from pathlib import Path
 
 if not __name__.startswith("videospark."):
@@ -10,8 +14,32 @@ EMBEDDED = {"tiny": "checkpoint", "tiny-3step": "students/3step"}
 
 
 def folder_of(name: str) -> Path:
-    """Where an embedded model lies, if it is there."""
-    return Path(__file__).parent / EMBEDDED[name]
+    """Where an embedded model lies, if it is there: a student in the user's cache folder, once it was put together."""
+    own = Path(__file__).parent / EMBEDDED[name]
+    if name == "tiny":
+        return own
+    from ..core.native import cache_folder
+
+    digest = hashlib.sha256()
+    for folder in (own, Path(__file__).parent / EMBEDDED["tiny"]):
+        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+            digest.update(file.read_bytes())
+    return cache_folder().parent / "models" / f"{name}-{digest.hexdigest()[:16]}"
+
+
+def _put_together(own: Path, target: Path) -> None:
+    """A student brings transformer, recipe and defaults; all else is its teacher's. Complete or not there at all."""
+    partial = target.with_name(f".{uuid.uuid4().hex}.partial")
+    try:
+        shutil.copytree(Path(__file__).parent / EMBEDDED["tiny"], partial, ignore=shutil.ignore_patterns("transformer"))
+        shutil.copytree(own, partial, dirs_exist_ok=True)
+        try:
+            os.replace(partial, target)
+        except OSError:
+            if not target.is_dir():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def checkpoint_path(name: str = "tiny") -> Path:
@@ -23,7 +51,10 @@ def checkpoint_path(name: str = "tiny") -> Path:
     """
     if name not in EMBEDDED:
         raise ValueError(f"name: got {name!r}; must be one of {', '.join(EMBEDDED)}")
-    path = folder_of(name)
+    path, own = folder_of(name), Path(__file__).parent / EMBEDDED[name]
+    if not path.exists() and (own / "transformer" / "config.json").is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _put_together(own, path)
     if not (path / "model_index.json").is_file():
         raise FileNotFoundError(f"{path}: the embedded model {name!r} is missing; `videospark tiny train` makes `tiny`")
     return path
